@@ -1,0 +1,1 @@
+"""Prompts, conversations, loss masks and answers written by the low-bit target."""

@@ -1,0 +1,1 @@
+"""Number formats, fake-quantization, recipes and low-bit targets."""

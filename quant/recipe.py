@@ -1,0 +1,137 @@
+"""Recipes: which modules of a model are computed in which number format.
+
+A recipe is an ordered list of rules; the first rule whose pattern matches a module's name decides. A rule
+without formats leaves the module alone, which is how output heads, embeddings and routers stay in high
+precision. Recipes come from a preset name or from a YAML file::
+
+    name: mlp-only
+    rules:
+      - {modules: "*.mlp.*", weights: mxfp4-even, activations: fp8-token}
+      - {modules: "*"}                       # everything else stays as it is
+"""
+
+import difflib
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import yaml
+
+from bitdraft.quant.schemes import (
+    FP8_CHANNEL,
+    FP8_TOKEN,
+    MXFP4_EVEN,
+    MXFP4_RCEIL,
+    NVFP4,
+    NVFP4_KERNEL,
+    Scheme,
+    scheme_named,
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Modules whose dotted name matches the glob ``modules`` get these formats; ``None`` is high precision."""
+
+    modules: str
+    weights: str | None = None
+    activations: str | None = None
+
+    @property
+    def leaves_alone(self) -> bool:
+        return self.weights is None and self.activations is None
+
+    @property
+    def weight_scheme(self) -> Scheme | None:
+        return scheme_named(self.weights) if self.weights else None
+
+    @property
+    def activation_scheme(self) -> Scheme | None:
+        return scheme_named(self.activations) if self.activations else None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Ordered rules under a name. Equal rules mean an equal target, and an equal ``fingerprint``."""
+
+    name: str
+    rules: tuple[Rule, ...]
+
+    def rule_for(self, module: str) -> Rule | None:
+        """The first rule that matches the dotted module name, or ``None``."""
+        return next((r for r in self.rules if fnmatchcase(module, r.modules)), None)
+
+    @property
+    def leaves_all_alone(self) -> bool:
+        return all(r.leaves_alone for r in self.rules)
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits over the rules (not the name)."""
+        text = json.dumps([asdict(r) for r in self.rules], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# What every engine leaves in high precision inside the decoder blocks: the routers of mixtures of experts.
+_ROUTERS = (Rule("*.gate"), Rule("*.router"), Rule("*.shared_expert_gate"))
+
+
+def _decoder_linears(name: str, weights: Scheme | None, activations: Scheme | None) -> Recipe:
+    rule = Rule("*.layers.*", weights and weights.name, activations and activations.name)
+    return Recipe(name, (*_ROUTERS, rule) if weights else ())
+
+
+PRESETS = {
+    r.name: r
+    for r in (
+        _decoder_linears("none", None, None),
+        _decoder_linears("fp8", FP8_CHANNEL, FP8_TOKEN),
+        _decoder_linears("mxfp4", MXFP4_EVEN, FP8_TOKEN),
+        _decoder_linears("mxfp4a16", MXFP4_EVEN, None),
+        _decoder_linears("mxfp4a4", MXFP4_EVEN, MXFP4_RCEIL),
+        _decoder_linears("nvfp4", NVFP4, NVFP4_KERNEL),
+        _decoder_linears("nvfp4a16", NVFP4, None),
+    )
+}
+
+
+def load_recipe(name_or_file: str) -> Recipe:
+    """The preset of that name, or the recipe in that YAML file.
+
+    Raises ``ValueError`` for an unknown preset (naming the nearest), a missing or malformed file, an unknown
+    key or an unknown format.
+    """
+    if name_or_file in PRESETS:
+        return PRESETS[name_or_file]
+    if name_or_file.endswith((".yaml", ".yml")):
+        return _recipe_from_yaml(Path(name_or_file))
+    near = difflib.get_close_matches(name_or_file, PRESETS, n=1, cutoff=0.0)[0]
+    raise ValueError(
+        f"unknown quantization preset {name_or_file!r}: did you mean {near!r}? "
+        f"(presets: {', '.join(PRESETS)}; or a .yaml recipe file)"
+    )
+
+
+def _recipe_from_yaml(path: Path) -> Recipe:
+    if not path.is_file():
+        raise ValueError(f"recipe file {path} does not exist")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"recipe file {path} is not YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("rules"), list):
+        raise ValueError(f"recipe file {path} needs a list under 'rules'")
+    rules = []
+    for number, entry in enumerate(content["rules"], start=1):
+        keys = {"modules", "weights", "activations"}
+        if not isinstance(entry, dict) or "modules" not in entry or set(entry) - keys:
+            raise ValueError(f"recipe file {path}, rule {number}: the keys are {', '.join(sorted(keys))}")
+        rule = Rule(**entry)
+        try:
+            _ = rule.weight_scheme, rule.activation_scheme
+        except ValueError as error:
+            raise ValueError(f"recipe file {path}, rule {number}: {error}") from error
+        rules.append(rule)
+    return Recipe(str(content.get("name", path.stem)), tuple(rules))

@@ -1,0 +1,271 @@
+"""A frozen language model as it is served: loaded by transformers, computed in low bit.
+
+Captured layers are numbered as vLLM numbers them: id ``k`` is the residual stream after ``k`` decoder
+layers, the *input* of layer ``k``, which transformers calls ``hidden_states[k]``. The last hidden state is
+taken after the final norm; logits come from it through the model's own output head, only where asked.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from bitdraft.quant.apply import Applied, apply_recipe
+from bitdraft.quant.kv_cache import SlotCache
+from bitdraft.quant.recipe import Recipe
+
+CompileChoice = Literal["auto", "on", "off"]
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """What a head sees of the target."""
+
+    captured: Tensor  # [B, T, A, H] residual streams at the capture ids, in the target's dtype
+    last_hidden: Tensor  # [B, T, H] after the final norm
+
+
+class LowBitTarget:
+    """A frozen causal LM with a recipe applied in place. Never trained, never changed."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, applied: Applied, *, name: str, fingerprint: str) -> None:
+        self.model, self.recipe, self.applied = model, recipe, applied
+        self.name = name
+        self.fingerprint = fingerprint
+        self.config: Any = model.config
+        self.decoder: Any = model.get_decoder()  # type: ignore[operator]
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    @property
+    def layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def context_length(self) -> int:
+        return int(self.config.max_position_embeddings)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        return self.model.get_input_embeddings()  # type: ignore[operator,no-any-return]
+
+    @property
+    def output_head(self) -> nn.Linear:
+        return self.model.get_output_embeddings()  # type: ignore[operator,no-any-return]
+
+    @property
+    def final_norm(self) -> nn.Module:
+        return self.decoder.norm  # type: ignore[no-any-return]
+
+    def new_cache(self, slots: int) -> SlotCache:
+        """An empty cache for sequences of up to ``slots`` tokens; ``ValueError`` if an attention kind has none."""
+        kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
+        if getattr(self.config, "sliding_window", None) and getattr(self.config, "use_sliding_window", True):
+            kinds.add("sliding_attention")
+        if kinds != {"full_attention"}:
+            raise ValueError(
+                f"{self.name} has layers of kind {', '.join(sorted(kinds - {'full_attention'}))}, "
+                "for which decoding has no cache yet (quant/kv_cache.py): use a full-attention target"
+            )
+        return SlotCache(self.layers, slots)
+
+    @torch.no_grad()
+    def states(
+        self,
+        input_ids: Tensor,
+        *,
+        capture: Sequence[int] = (),
+        cache: SlotCache | None = None,
+        lengths: Tensor | None = None,
+    ) -> TargetStates:
+        """Run the decoder.
+
+        ``input_ids``: ``[B, T]``, padded on the right (a causal model's real tokens never see the padding).
+        With ``cache``, ``lengths`` ``[B]`` tells how many tokens each row already has; the new ones follow.
+        """
+        streams: dict[int, Tensor] = {}
+        handles = [self.decoder.layers[k].register_forward_pre_hook(_keep(streams, k)) for k in capture]
+        try:
+            if cache is None:
+                out = self.decoder(input_ids=input_ids, use_cache=False)
+            else:
+                assert lengths is not None
+                positions, mask = cache.begin(lengths, input_ids.shape[1])
+                out = self.decoder(
+                    input_ids=input_ids, position_ids=positions, attention_mask=mask, cache=cache, use_cache=True
+                )
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.applied.quantizer.forget()
+        last = out.last_hidden_state
+        captured = (
+            torch.stack([streams[k] for k in capture], dim=2) if capture else last.new_empty(*last.shape[:2], 0, 0)
+        )
+        return TargetStates(captured, last)
+
+    def logits(self, last_hidden: Tensor) -> Tensor:
+        """``[..., H]`` → ``[..., V]`` in the target's dtype, with the architecture's own soft cap or scale."""
+        return self.finish_logits(self.output_head(last_hidden))
+
+    def finish_logits(self, logits: Tensor) -> Tensor:
+        """What the architecture does to the output head's product before it is called logits."""
+        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    @torch.no_grad()
+    def top_tokens(self, last_hidden: Tensor, rows: int = 512) -> Tensor:
+        """Greedy next tokens ``[N]`` for hidden states ``[N, H]``; never more than ``rows × V`` logits at once."""
+        return torch.cat([self.logits(part).argmax(-1) for part in last_hidden.split(rows)])
+
+
+def _keep(streams: dict[int, Tensor], k: int) -> Any:
+    def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        streams[k] = args[0]
+
+    return hook
+
+
+def can_compile() -> bool:
+    """Whether ``torch.compile`` has a C++ compiler to work with on CPU."""
+    return shutil.which("g++") is not None or shutil.which("clang++") is not None
+
+
+def load_tokenizer(target: str, *, trust_remote_code: bool = False) -> Any:
+    """The target's tokenizer; ``ValueError`` where it is missing or has no chat template."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"no tokenizer could be loaded for target {target!r}: {_first_line(error)}") from error
+    if not tokenizer.chat_template:
+        raise ValueError(f"the tokenizer of target {target!r} has no chat template, which conversations need")
+    return tokenizer
+
+
+def load_target(
+    target: str,
+    recipe: Recipe,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+    compile_quantizer: CompileChoice = "auto",
+    calibration: Sequence[Tensor] | None = None,
+    trust_remote_code: bool = False,
+) -> LowBitTarget:
+    """Load a model folder or hub id, freeze it and apply ``recipe``.
+
+    Recipes with static activation scales are calibrated on ``calibration`` (token ids ``[1, T]`` each), by
+    default on the text that ships with Bitdraft. Raises ``ValueError`` in one sentence for a target that is
+    missing, damaged, incomplete or already quantized.
+    """
+    if compile_quantizer == "on" and not can_compile():
+        raise ValueError("--compile-quantizer on needs a C++ compiler (g++ or clang++) on the PATH")
+    compiled = compile_quantizer == "on" or (compile_quantizer == "auto" and can_compile())
+    model = _load_model(target, dtype, trust_remote_code).to(device)
+    fingerprint = fingerprint_of(model)
+    if calibration is None and any(r.activation_scheme and r.activation_scheme.has_global_scale for r in recipe.rules):
+        calibration = calibration_ids(load_tokenizer(target, trust_remote_code=trust_remote_code))
+    moved = [ids.to(device) for ids in calibration or ()]
+    applied = apply_recipe(model, recipe, compiled=compiled, calibration=moved)
+    wrapped = LowBitTarget(model, recipe, applied, name=target, fingerprint=fingerprint)
+    _check_logits(wrapped)
+    return wrapped
+
+
+def calibration_ids(tokenizer: Any) -> list[Tensor]:
+    """The shipped calibration text, one ``[1, T]`` tensor of token ids per paragraph."""
+    text = resources.files("bitdraft.quant").joinpath("calibration.txt").read_text(encoding="utf-8")
+    paragraphs = [p for p in text.split("\n\n") if p.strip()]
+    return [torch.tensor([tokenizer(p, add_special_tokens=False)["input_ids"]]) for p in paragraphs]
+
+
+def fingerprint_of(model: nn.Module) -> str:
+    """16 hex digits over the architecture and a sample of every weight: equal for equal models anywhere.
+
+    Samples (64 values per tensor) instead of all bytes, so that an 8B model costs a moment.
+    """
+    digest = hashlib.sha256()
+    shape_keys = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    digest.update(json.dumps([getattr(model.config, k, None) for k in shape_keys]).encode())  # type: ignore[union-attr]
+    for name, weight in sorted(model.named_parameters()):
+        flat = weight.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 64)][:64].float().cpu().contiguous()
+        digest.update(f"{name}{tuple(weight.shape)}".encode())
+        digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _load_model(target: str, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+    path = Path(target)
+    if path.exists() and not (path / "config.json").is_file():
+        raise ValueError(f"target folder {target} has no config.json: give a transformers model folder")
+    try:
+        config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"target {target!r} is neither a model folder nor a model id that can be reached: {_first_line(error)}"
+        ) from error
+    if getattr(config, "quantization_config", None):
+        raise ValueError(
+            f"target {target!r} is already quantized ({config.quantization_config.get('quant_method', 'unknown')}); "
+            "give its 16-bit checkpoint, which --target-quant then quantizes"
+        )
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            target,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise ValueError(
+            f"target {target!r} could not be loaded (damaged or incomplete checkpoint?): {_first_line(error)}"
+        ) from error
+    absent = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
+    if absent:
+        raise ValueError(f"target {target!r} is incomplete: {len(absent)} weights are missing, e.g. {absent[0]}")
+    model.eval().requires_grad_(False)
+    return model  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _check_logits(target: LowBitTarget) -> None:
+    """Refuse an architecture whose logits are not what ``LowBitTarget.logits`` computes."""
+    ids = torch.arange(8, device=target.device)[None] % target.vocab_size
+    expected = target.model(input_ids=ids, use_cache=False).logits
+    computed = target.logits(target.states(ids).last_hidden)
+    if not torch.allclose(expected.float(), computed.float(), rtol=1e-2, atol=1e-2):
+        raise ValueError(
+            f"{target.name}: {type(target.model).__name__} changes its logits after the output head in a way "
+            "that is not known here (quant/target.py, finish_logits)"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,1 @@
+"""Draft heads, drafting, verification, acceptance and engine formats."""

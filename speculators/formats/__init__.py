@@ -1,0 +1,1 @@
+"""Checkpoint layouts that engines load, one file per layout."""

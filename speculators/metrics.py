@@ -1,0 +1,101 @@
+"""What acceptance means here, and how sure a measurement is.
+
+Counts are kept per prompt and added, so that batches, sets and processes merge exactly. Definitions (those of
+vLLM's counters): a *pass* is one target pass that verifies drafts; the prefill, which yields the first token,
+is none. Every pass drafts ``K`` tokens, also the last one, and emits the accepted ones and one more, the bonus.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Counts of one or more prompts at one draft length."""
+
+    draft_length: int
+    prompts: int
+    passes: int
+    accepted_at: tuple[int, ...]
+    """Passes in which the drafts at positions ``0 … i`` were all accepted."""
+
+    def __add__(self, other: "Acceptance") -> "Acceptance":
+        if self.draft_length != other.draft_length:
+            raise ValueError(f"draft lengths {self.draft_length} and {other.draft_length} do not add up")
+        accepted = tuple(a + b for a, b in zip(self.accepted_at, other.accepted_at, strict=True))
+        return Acceptance(self.draft_length, self.prompts + other.prompts, self.passes + other.passes, accepted)
+
+    @classmethod
+    def none(cls, draft_length: int) -> "Acceptance":
+        return cls(draft_length, 0, 0, (0,) * draft_length)
+
+    @property
+    def drafted(self) -> int:
+        return self.passes * self.draft_length
+
+    @property
+    def accepted(self) -> int:
+        return sum(self.accepted_at)
+
+    @property
+    def emitted(self) -> int:
+        return self.passes + self.accepted
+
+    @property
+    def rate(self) -> float:
+        """Accepted / drafted."""
+        return self.accepted / max(self.drafted, 1)
+
+    @property
+    def length(self) -> float:
+        """Tokens per target pass, bonus included; 1.0 is plain decoding."""
+        return self.emitted / max(self.passes, 1)
+
+    @property
+    def per_position(self) -> list[float]:
+        """Share of passes in which position ``i`` was accepted (and so all before it)."""
+        return [a / max(self.passes, 1) for a in self.accepted_at]
+
+    @property
+    def conditional(self) -> list[float]:
+        """Share accepted at position ``i`` among passes that accepted all positions before it."""
+        before = (self.passes, *self.accepted_at[:-1])
+        return [a / max(b, 1) for a, b in zip(self.accepted_at, before, strict=True)]
+
+
+def total(parts: Sequence[Acceptance], draft_length: int) -> Acceptance:
+    return sum(parts, Acceptance.none(draft_length))
+
+
+def length_interval(parts: Sequence[Acceptance], *, resamples: int = 2000, seed: int = 0) -> tuple[float, float]:
+    """95 % bootstrap interval of the acceptance length over prompts (percentile method)."""
+    low, high = np.quantile(_resampled_lengths(parts, _draws(len(parts), resamples, seed)), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def length_difference_interval(
+    a: Sequence[Acceptance], b: Sequence[Acceptance], *, resamples: int = 2000, seed: int = 0
+) -> tuple[float, float, float]:
+    """Acceptance length of ``a`` minus that of ``b`` with its paired 95 % bootstrap interval: (difference, low, high).
+
+    ``a[i]`` and ``b[i]`` belong to the same prompt.
+    """
+    if len(a) != len(b):
+        raise ValueError(f"paired comparison of {len(a)} and {len(b)} prompts")
+    draws = _draws(len(a), resamples, seed)
+    differences = _resampled_lengths(a, draws) - _resampled_lengths(b, draws)
+    low, high = np.quantile(differences, [0.025, 0.975])
+    point = total(a, a[0].draft_length).length - total(b, b[0].draft_length).length
+    return point, float(low), float(high)
+
+
+def _draws(prompts: int, resamples: int, seed: int) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
+    return np.random.default_rng(seed).integers(0, prompts, size=(resamples, prompts))
+
+
+def _resampled_lengths(parts: Sequence[Acceptance], draws: np.ndarray) -> np.ndarray:
+    emitted = np.array([p.emitted for p in parts], dtype=np.float64)
+    passes = np.array([p.passes for p in parts], dtype=np.float64)
+    return emitted[draws].sum(1) / np.maximum(passes[draws].sum(1), 1)

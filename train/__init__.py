@@ -1,0 +1,1 @@
+"""Losses, the training loop, checkpoints and the run's configuration."""

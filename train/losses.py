@@ -1,0 +1,112 @@
+"""Losses of draft heads.
+
+All are sums over tokens; the caller divides by the tokens of the whole step, over every rank. Logits are
+never kept: each chunk of positions computes its logits, its loss and its gradient, and forgets them, so the largest
+tensor is ``rows × K × D`` and no ``[B, T, V]`` ever exists.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+# N supervised position, K draft step, D draft vocabulary, V target vocabulary, H hidden.
+
+
+@dataclass(frozen=True)
+class StepLosses:
+    """Result of ``soft_cross_entropy``."""
+
+    per_step: Tensor  # [K] weighted sums over positions, differentiable
+    agreements: Tensor  # [K] positions at which the head's first choice is the teacher's
+    counted: Tensor  # [K] positions that the weights let in
+
+
+def step_weights(steps: int, decay: float) -> Tensor:
+    """``decay^k / Σ decay^i``: weights of the draft steps, ``[K]``, summing to one (heads.md §3, normalised form)."""
+    weights = decay ** torch.arange(steps, dtype=torch.float32)
+    return weights / weights.sum()
+
+
+def soft_cross_entropy(
+    student_KNH: Tensor,
+    student_weight: Tensor,
+    teacher_NH: Tensor,
+    teacher_logits: Callable[[Tensor], Tensor],
+    weights_KN: Tensor,
+    *,
+    rows: int = 128,
+) -> StepLosses:
+    """``Σ_n w_kn · −Σ_v P_n(v) log softmax(W s_kn)(v)`` for every step ``k``, with ``P_n = softmax(teacher_logits(h_n))``.
+
+    Equal to the KL divergence from the teacher up to the teacher's entropy (Hinton et al. 2015, arXiv:1503.02531; EAGLE-3
+    uses it on the draft vocabulary). ``student_weight``: ``[D, H]``, or ``[K, D, H]`` where steps have their own.
+    ``teacher_logits`` maps ``[n, H]`` to ``[n, D]``. ``weights_KN`` is 0 where a step is not supervised at a position.
+    Each teacher row is computed once for all steps; ``rows`` positions are in memory at a time.
+    """
+    losses, agreements = _ChunkedSoftCrossEntropy.apply(
+        student_KNH, student_weight, teacher_NH, teacher_logits, weights_KN, rows
+    )
+    return StepLosses(losses, agreements, (weights_KN > 0).sum(dim=1))
+
+
+class _ChunkedSoftCrossEntropy(torch.autograd.Function):
+    """Gradients are formed in the forward pass, while the logits exist: ``dL/dlogits = w (softmax(logits) − P)``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student_KNH: Tensor,
+        student_weight: Tensor,
+        teacher_NH: Tensor,
+        teacher_logits: Callable[[Tensor], Tensor],
+        weights_KN: Tensor,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        steps, positions, _ = student_KNH.shape
+        dtype = teacher_NH.dtype  # matrix products run in the target's dtype, softmax in fp32
+        weight = student_weight.detach().to(dtype)
+        student = student_KNH.detach().to(dtype)
+        train_weight = ctx.needs_input_grad[1]
+        grad_student = torch.empty_like(student_KNH)
+        grad_weight = torch.zeros_like(student_weight, dtype=torch.float32) if train_weight else None
+        losses = torch.zeros(steps, device=student.device)
+        agreements = torch.zeros(steps, dtype=torch.int64, device=student.device)
+        for start in range(0, positions, rows):
+            part = slice(start, start + rows)
+            teacher = teacher_logits(teacher_NH[part]).float()  # [n, D]
+            probabilities, first_choice = teacher.softmax(-1), teacher.argmax(-1)
+            for k in range(steps):  # a step at a time: the logits of one step are the largest tensor
+                w = weight if weight.ndim == 2 else weight[k]
+                share = weights_KN[k, part, None]  # [n, 1]
+                logits = linear(student[k, part], w).float()  # [n, D]
+                agreements[k] += ((logits.argmax(-1) == first_choice) & (share[:, 0] > 0)).sum()
+                log_q = logits.log_softmax(-1)
+                losses[k] -= (probabilities * log_q * share).sum()
+                grad = ((log_q.exp_() - probabilities) * share).to(dtype)
+                grad_student[k, part] = grad @ w
+                if grad_weight is not None:
+                    into = grad_weight if grad_weight.ndim == 2 else grad_weight[k]
+                    into += grad.T @ student[k, part]
+        ctx.save_for_backward(grad_student, grad_weight)
+        ctx.weight_dtype = student_weight.dtype
+        ctx.mark_non_differentiable(agreements)
+        return losses, agreements
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # grads[0]: [K]. Steps that share a weight share one gradient sum, so they must share one factor.
+        grad_student, grad_weight = ctx.saved_tensors
+        factor = grads[0]
+        if grad_weight is not None:
+            if grad_weight.ndim == 2:
+                if not torch.equal(factor, factor[:1].expand_as(factor)):
+                    raise ValueError("put step weights into weights_KN: a shared output weight needs one factor")
+                grad_weight = grad_weight * factor[0]
+            else:
+                grad_weight = grad_weight * factor[:, None, None]
+            grad_weight = grad_weight.to(ctx.weight_dtype)
+        return grad_student * factor[:, None, None], grad_weight, None, None, None, None

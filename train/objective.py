@@ -1,0 +1,62 @@
+"""From a head's outputs to its loss: which rows meet which teacher, and with what weight.
+
+Loss terms are grouped by *target position* ``j`` (the position whose distribution is the teacher): step ``k`` of the head
+predicts it from row ``j − 1 − k``. A term counts if the token behind ``j`` was written by the assistant, the row exists and
+the teacher's first choice lies in the draft vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from bitdraft.quant.target import LowBitTarget
+from bitdraft.speculators.base import DraftHead
+from bitdraft.train.losses import soft_cross_entropy
+from bitdraft.train.states import Supervision
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One batch's loss as sums; divide by the step's ``positions`` over all ranks."""
+
+    loss: Tensor  # [] differentiable: step-weighted sum of cross-entropies
+    agreements: Tensor  # [K] rows at which the head's first choice is the target's
+    possible: Tensor  # [K] rows supervised, whether or not the draft vocabulary holds the target's choice
+
+
+def teacher_rows(supervision: Supervision) -> tuple[Tensor, Tensor]:
+    """Indices ``(b, j)``, each ``[N]``, of the supervised target positions; ``ValueError`` if there are none."""
+    sequence, position = supervision.supervised.nonzero(as_tuple=True)
+    if len(sequence) == 0:
+        raise ValueError(f"no supervised token in the batch of {', '.join(supervision.batch.ids[:3])}")
+    return sequence, position
+
+
+def objective(
+    outputs: Tensor, head: DraftHead, target: LowBitTarget, supervision: Supervision, weights_K: Tensor, divisor: float
+) -> Objective:
+    """``outputs``: the head's ``[K, B, T, H]``; ``weights_K`` sums to one; ``divisor`` is the step's count of positions."""
+    sequence, position = teacher_rows(supervision)
+    steps = len(outputs)
+    rows_KN = position - 1 - torch.arange(steps, device=position.device)[:, None]
+    exists_KN = rows_KN >= 0
+    student_KNH = torch.stack([outputs[k][sequence, rows_KN[k].clamp(min=0)] for k in range(steps)])
+    in_vocab_N = head.vocab.t2d.to(position.device)[supervision.first_choices[sequence, position]]
+    terms_KN = (exists_KN & in_vocab_N).float()
+    rows_of_target = target.output_head.weight
+    if not head.vocab.is_full:
+        rows_of_target = rows_of_target[head.vocab.target_ids.to(rows_of_target.device)]  # [D, H]
+
+    def teacher_logits(hidden: Tensor) -> Tensor:
+        return target.finish_logits(linear(hidden, rows_of_target))
+
+    losses = soft_cross_entropy(
+        student_KNH,
+        head.output_weight,
+        supervision.states.last_hidden[sequence, position],
+        teacher_logits,
+        terms_KN * weights_K.to(position.device)[:, None] / divisor,
+    )
+    return Objective(losses.per_step.sum(), losses.agreements, exists_KN.sum(dim=1))

@@ -1,0 +1,230 @@
+"""One training run from configuration to measured export.
+
+The run folder:
+
+    run.yaml            the resolved configuration
+    metrics.jsonl       one line per step
+    checkpoints/        resumable states
+    export/             the head as the engine loads it
+    acceptance.json     what it accepts on held-out prompts
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration, set_seed
+
+from bitdraft.data.chat import Example, end_of_turn_ids, written_examples
+from bitdraft.data.demo_target import resolve_target
+from bitdraft.data.regenerate import AnswerSettings, on_policy_examples
+from bitdraft.data.sources import Conversation, demo_file, read_conversations
+from bitdraft.quant.files import write_text_atomically
+from bitdraft.quant.recipe import Recipe, load_recipe
+from bitdraft.quant.target import LowBitTarget, load_target, load_tokenizer
+from bitdraft.speculators.base import DraftHead
+from bitdraft.speculators.eagle3 import Eagle3Config
+from bitdraft.speculators.export import export_head, load_head
+from bitdraft.speculators.registry import HEADS
+from bitdraft.speculators.vocab import DraftVocab, default_draft_size
+from bitdraft.train import acceptance
+from bitdraft.train.config import RunConfig
+from bitdraft.train.config_io import to_plain, to_yaml
+from bitdraft.train.environment import Environment, default_dtype
+from bitdraft.train.loop import train
+
+_MAY_DIFFER = ("resume", "checkpoint", "acceptance", "tracker", "output_dir", "compile_quantizer", "states")
+"""Fields that may change between a run and its resumption."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    folder: Path
+    export: Path
+    acceptance: Path
+
+
+def run(config: RunConfig, environment: Environment) -> Finished:
+    """Train, export and measure. Raises ``ValueError`` for what the user can mend."""
+    folder = config.run_dir
+    recipe = load_recipe(config.target_quant)
+    text_recipe = load_recipe(config.answers.quant) if config.answers.quant else recipe
+    conversations = read_conversations(config.data or [demo_file("train")])
+    heldout = read_conversations(config.acceptance.data or [demo_file("heldout")])
+    accelerator = _accelerator(config, environment, folder)
+    if accelerator.is_main_process:
+        _open_run(folder, config)
+    accelerator.wait_for_everyone()
+    set_seed(config.seed)
+
+    name = resolve_target(config.target, environment.cache_dir)
+    dtype = _dtype(config, accelerator)
+    tokenizer = load_tokenizer(name, trust_remote_code=config.trust_remote_code)
+    target = _load(config, name, recipe, dtype, accelerator)
+    accelerator.print(
+        f"target {config.target} ({target.fingerprint}), recipe {recipe.name}, {str(dtype).removeprefix('torch.')} on "
+        f"{accelerator.device}, quantizer {'compiled' if target.applied.quantizer.compiled else 'eager'}\n"
+        f"{target.applied.summary()}"
+    )
+    with accelerator.main_process_first():  # the others read the answers from the cache
+        examples = _examples(config, environment, accelerator, name, dtype, text_recipe, target, tokenizer, conversations)
+    head = _make_head(config, target, tokenizer, examples, accelerator)
+    head = train(config, accelerator, target, head, examples, folder)
+    accelerator.wait_for_everyone()
+    finished = Finished(folder, folder / "export", folder / "acceptance.json")
+    if accelerator.is_main_process:
+        _export_and_measure(config, target, head, tokenizer, heldout, finished)
+    accelerator.end_training()
+    return finished
+
+
+def _accelerator(config: RunConfig, environment: Environment, folder: Path) -> Accelerator:
+    cpu = config.device == "cpu" or (config.device == "auto" and not torch.accelerator.is_available())
+    accelerator = Accelerator(
+        cpu=cpu,
+        mixed_precision="bf16" if _wants_bf16(config, "cpu" if cpu else "accelerator") else "no",
+        log_with=None if config.tracker == "none" else config.tracker,
+        project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "tracker")),
+    )
+    if accelerator.num_processes != environment.launched_processes:
+        raise ValueError(
+            f"the launcher started {environment.launched_processes} processes but accelerate sees "
+            f"{accelerator.num_processes}: every one would train alone; launch with torchrun"
+        )
+    return accelerator
+
+
+def _wants_bf16(config: RunConfig, device: str) -> bool:
+    return (default_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)) == torch.bfloat16
+
+
+def _dtype(config: RunConfig, accelerator: Accelerator) -> torch.dtype:
+    return torch.bfloat16 if _wants_bf16(config, accelerator.device.type) else torch.float32
+
+
+def _open_run(folder: Path, config: RunConfig) -> None:
+    """Take the folder for this run, or refuse it."""
+    described = folder / "run.yaml"
+    if described.is_file():
+        before = yaml.safe_load(described.read_text(encoding="utf-8"))
+        now = to_plain(config)
+        other = sorted(k for k in now if k not in _MAY_DIFFER and before.get(k) != now[k])
+        if other:
+            raise ValueError(
+                f"{folder} holds another run (different {', '.join(other)}): choose another --output-dir"
+            )
+        if not config.resume:
+            raise ValueError(f"{folder} already holds this run: add --resume to go on, or choose another --output-dir")
+    elif folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty and holds no run.yaml: choose another --output-dir")
+    write_text_atomically(described, to_yaml(replace(config, resume=False)))
+
+
+def _load(config: RunConfig, name: str, recipe: Recipe, dtype: torch.dtype, accelerator: Accelerator) -> LowBitTarget:
+    return load_target(
+        name,
+        recipe,
+        dtype=dtype,
+        device=str(accelerator.device),
+        compile_quantizer=config.compile_quantizer,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def _examples(
+    config: RunConfig,
+    environment: Environment,
+    accelerator: Accelerator,
+    name: str,
+    dtype: torch.dtype,
+    text_recipe: Recipe,
+    target: LowBitTarget,
+    tokenizer: Any,
+    conversations: list[Conversation],
+) -> list[Example]:
+    """The training text: the target's own answers, another recipe's, or the file's."""
+    end_ids = end_of_turn_ids(target.model, tokenizer)
+    if config.answers.source == "file":
+        examples = [e for c in conversations for e in written_examples(tokenizer, c, end_ids)]
+    else:
+        writer = target
+        if text_recipe.fingerprint != target.recipe.fingerprint:
+            writer = _load(config, name, text_recipe, dtype, accelerator)
+        examples = on_policy_examples(
+            writer,
+            tokenizer,
+            conversations,
+            AnswerSettings(config.answers.max_new_tokens, config.answers.batch_size),
+            end_ids=end_ids,
+            cache_dir=environment.cache_dir,
+            label=f"answers by the {text_recipe.name} target",
+        )
+    too_long = next((e for e in examples if len(e.prompt) + len(e.answer) > target.context_length), None)
+    if too_long:
+        raise ValueError(
+            f"conversation {too_long.id} has {len(too_long.prompt) + len(too_long.answer)} tokens, more than the "
+            f"target's context of {target.context_length}"
+        )
+    accelerator.print(
+        f"{len(examples)} examples, {sum(len(e.answer) for e in examples):,} answer tokens written by "
+        f"{'the data' if config.answers.source == 'file' else f'the {text_recipe.name} target'}"
+    )
+    return examples
+
+
+def _make_head(
+    config: RunConfig, target: LowBitTarget, tokenizer: Any, examples: list[Example], accelerator: Accelerator
+) -> DraftHead:
+    vocab = DraftVocab.full(target.vocab_size)
+    settings = getattr(config, config.head)
+    if isinstance(settings, Eagle3Config):
+        size = settings.draft_vocab_size or default_draft_size(target.vocab_size)
+        written = [torch.tensor(e.answer) for e in examples]
+        special = {*tokenizer.all_special_ids, *end_of_turn_ids(target.model, tokenizer)}
+        vocab = DraftVocab.most_frequent(written, size, target.vocab_size, special)
+        accelerator.print(f"draft vocabulary: {len(vocab):,} of {target.vocab_size:,} tokens, {vocab.coverage(written):.2%} of the answers")
+    torch.manual_seed(config.seed)  # the same fresh weights whatever ran before
+    head = HEADS[config.head].from_target(settings, target, vocab).float().to(target.device)
+    trained = sum(p.numel() for p in head.parameters())
+    accelerator.print(f"{head.kind} head: {trained / 1e6:.1f} M trained parameters, captured layers {list(head.capture_layers)}")
+    if config.tracker != "none":
+        accelerator.init_trackers("bitdraft", config={k: str(v) for k, v in to_plain(config).items()})
+    return head
+
+
+def _export_and_measure(
+    config: RunConfig, target: LowBitTarget, head: DraftHead, tokenizer: Any, heldout: list[Conversation], out: Finished
+) -> None:
+    """Export, load the export back, and measure with what was loaded."""
+    export_head(head, target, out.export, draft_length=max(config.acceptance.draft_lengths, default=3))
+    if not config.acceptance.draft_lengths:
+        return
+    loaded = load_head(out.export, target)
+    measured = config.acceptance
+    prompts = acceptance.prompt_set(
+        target,
+        tokenizer,
+        heldout,
+        name=acceptance.set_name(measured.data or [demo_file("heldout")]),
+        limit=measured.prompts,
+        new_tokens=measured.max_new_tokens + max(measured.draft_lengths) + 1,
+    )
+    results = acceptance.measure(
+        target,
+        loaded,
+        tokenizer,
+        prompts,
+        draft_lengths=measured.draft_lengths,
+        max_new_tokens=measured.max_new_tokens,
+        batch_size=measured.batch_size,
+        check=measured.check,
+    )
+    print(acceptance.table(results))
+    document = acceptance.document(target, str(out.export), prompts, results)
+    write_text_atomically(out.acceptance, json.dumps(document, indent=2) + "\n")
+    acceptance.require_lossless(results)
+    print(f"head: {out.export}\nacceptance: {out.acceptance}")
