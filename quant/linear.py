@@ -22,15 +22,18 @@ from bitdraft.quant.block import quantize
 from bitdraft.quant.fake import saturates_above
 from bitdraft.quant.schemes import Scheme
 
+
 def quantize_into(values: Tensor, x: Tensor, global_scale: Tensor | None, scheme: Scheme) -> Tensor | None:
-    """Quantize ``x`` ``[N, K]`` to ``scheme``: write the values, return the outer scale (``[N, 1]``, ``[]`` or none)."""
+    """Quantize ``x`` ``[N, K]`` to ``scheme``: write the values, return the outer scale (``[N, 1]``, ``[]`` or
+    none)."""
     q = quantize(x, scheme, global_scale=global_scale)
     values.copy_(q.values)
     return q.outer
 
 
 def rescale_(y: Tensor, outer_activation: Tensor | None, outer_weight: Tensor | None) -> None:
-    """Multiply ``y`` ``[N, M]`` by the outer scales (``[N, 1]`` or ``[]``; ``[M]`` or ``[]``) in place, rounding once."""
+    """Multiply ``y`` ``[N, M]`` by the outer scales (``[N, 1]`` or ``[]``; ``[M]`` or ``[]``) in place,
+    rounding once."""
     scaled = y.float()
     if outer_activation is not None:
         scaled = scaled * outer_activation
@@ -54,9 +57,7 @@ class ActivationQuantizer:
         self._last: tuple[Tensor, int, Scheme, Tensor | None] | None = None
         self._result: tuple[Tensor, Tensor | None] | None = None
 
-    def __call__(
-        self, x: Tensor, scheme: Scheme, global_scale: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, x: Tensor, scheme: Scheme, global_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """``x`` ``[..., K]`` → values ``[N, K]`` in ``x``'s dtype and the outer scale, remembered for the next layer.
 
         The values lie in a buffer that the next different input overwrites: use them at once.
@@ -79,7 +80,11 @@ class ActivationQuantizer:
 
     def _buffer_like(self, rows: Tensor) -> Tensor:
         """Memory that stays: on CPU, fresh pages for every input cost as much as the quantization itself."""
-        if self._scratch.numel() < rows.numel() or self._scratch.dtype != rows.dtype or self._scratch.device != rows.device:
+        if (
+            self._scratch.numel() < rows.numel()
+            or self._scratch.dtype != rows.dtype
+            or self._scratch.device != rows.device
+        ):
             self._scratch = torch.empty(rows.numel(), dtype=rows.dtype, device=rows.device)
         return self._scratch[: rows.numel()].view(rows.shape)
 

@@ -79,7 +79,7 @@ _ROUTERS = (Rule("*.gate"), Rule("*.router"), Rule("*.shared_expert_gate"))
 
 
 def _decoder_linears(name: str, weights: Scheme | None, activations: Scheme | None) -> Recipe:
-    rule = Rule("*.layers.*", weights and weights.name, activations and activations.name)
+    rule = Rule("*.layers.*", weights.name if weights else None, activations.name if activations else None)
     return Recipe(name, (*_ROUTERS, rule) if weights else ())
 
 

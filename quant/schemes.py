@@ -56,7 +56,5 @@ def scheme_named(name: str) -> Scheme:
     """The scheme called ``name``; ``ValueError`` names the nearest one otherwise."""
     if name not in SCHEMES:
         near = difflib.get_close_matches(name, SCHEMES, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"unknown number format {name!r}: did you mean {near!r}? (known: {', '.join(SCHEMES)})"
-        )
+        raise ValueError(f"unknown number format {name!r}: did you mean {near!r}? (known: {', '.join(SCHEMES)})")
     return SCHEMES[name]

@@ -49,10 +49,12 @@ class SmallFloat:
     def magnitudes(self) -> Tensor:
         """Every finite non-negative value, in code order: code 5 means ``magnitudes[5]``. fp32, ``[codes]``."""
         steps = 2**self.mantissa_bits
-        values = torch.tensor([
-            2.0 ** max(e - self.bias, 1 - self.bias) * (m / steps + (e > 0))
-            for e, m in product(range(2**self.exponent_bits), range(steps))
-        ])
+        values = torch.tensor(
+            [
+                2.0 ** max(e - self.bias, 1 - self.bias) * (m / steps + (e > 0))
+                for e, m in product(range(2**self.exponent_bits), range(steps))
+            ]
+        )
         return values[values <= self.max]
 
     def round(self, x: Tensor, *, saturate: bool = True) -> Tensor:

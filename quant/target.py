@@ -70,15 +70,15 @@ class LowBitTarget:
 
     @property
     def embedding(self) -> nn.Embedding:
-        return self.model.get_input_embeddings()  # type: ignore[operator,no-any-return]
+        return self.model.get_input_embeddings()  # type: ignore[operator]
 
     @property
     def output_head(self) -> nn.Linear:
-        return self.model.get_output_embeddings()  # type: ignore[operator,no-any-return]
+        return self.model.get_output_embeddings()  # type: ignore[operator]
 
     @property
     def final_norm(self) -> nn.Module:
-        return self.decoder.norm  # type: ignore[no-any-return]
+        return self.decoder.norm
 
     def new_cache(self, slots: int) -> SlotCache:
         """An empty cache for sequences of up to ``slots`` tokens; ``ValueError`` if an attention kind has none."""
@@ -210,7 +210,7 @@ def fingerprint_of(model: nn.Module) -> str:
     """
     digest = hashlib.sha256()
     shape_keys = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    digest.update(json.dumps([getattr(model.config, k, None) for k in shape_keys]).encode())  # type: ignore[union-attr]
+    digest.update(json.dumps([getattr(model.config, k, None) for k in shape_keys]).encode())
     for name, weight in sorted(model.named_parameters()):
         flat = weight.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 64)][:64].float().cpu().contiguous()
@@ -251,7 +251,7 @@ def _load_model(target: str, dtype: torch.dtype, trust_remote_code: bool) -> nn.
     if absent:
         raise ValueError(f"target {target!r} is incomplete: {len(absent)} weights are missing, e.g. {absent[0]}")
     model.eval().requires_grad_(False)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 @torch.no_grad()

@@ -63,15 +63,16 @@ class DraftHead(nn.Module, ABC):
         """How many tokens the head can draft in a row; ``None`` for any number."""
 
     @abstractmethod
-    def training_outputs(self, states: TargetStates, tokens: Tensor) -> Tensor:
-        """``[K, B, T, H]``: for every step and row, the vector that ``output_weight`` turns into logits.
+    def training_outputs(self, states: TargetStates, tokens: Tensor, rows: Tensor) -> Tensor:
+        """``[K, B, R, H]``: for every step and wanted row, the vector that ``output_weight`` turns into logits.
 
-        ``tokens``: ``[B, T]``. Rows whose inputs would lie beyond the sequence hold numbers without meaning.
+        ``tokens``: ``[B, T]``. ``rows``: ``[B, R]`` positions at which drafting begins. Where a step's input would lie
+        beyond the sequence the numbers have no meaning.
         """
 
-    def forward(self, states: TargetStates, tokens: Tensor) -> Tensor:
+    def forward(self, states: TargetStates, tokens: Tensor, rows: Tensor) -> Tensor:
         """``training_outputs``, under the name that DDP and FSDP wrap."""
-        return self.training_outputs(states, tokens)
+        return self.training_outputs(states, tokens, rows)
 
     @property
     @abstractmethod
@@ -113,7 +114,7 @@ def check_layers(layers: tuple[int, ...], target: LowBitTarget) -> None:
         )
 
 
-@torch.no_grad()
 def rows_at(x: Tensor, index: Tensor) -> Tensor:
-    """``x[b, index[b]]``: one row per sequence, ``[B, T, …]`` → ``[B, …]``."""
-    return x[torch.arange(len(index), device=index.device), index]
+    """``x[b, index[b]]``: ``[B, T, …]`` at ``[B]`` → ``[B, …]``, or at ``[B, R]`` → ``[B, R, …]``."""
+    sequence = torch.arange(len(index), device=index.device)
+    return x[sequence.view(-1, *[1] * (index.ndim - 1)), index]

@@ -65,7 +65,7 @@ def generate(
     max_new_tokens: int,
     end_ids: set[int],
     batch_size: int,
-    report: Callable[[int], None] = lambda finished: None,
+    report: Callable[[int], object] = lambda finished: None,
 ) -> tuple[list[Generation], Seconds]:
     """Greedy continuations of ``prompts`` in order, end-of-turn token included, at most ``max_new_tokens`` each.
 
@@ -112,7 +112,7 @@ class _Batch:
         self.clock = _Clock(target.device)
 
     @torch.no_grad()
-    def run(self, generations: list[Generation], report: Callable[[int], None]) -> Seconds:
+    def run(self, generations: list[Generation], report: Callable[[int], object]) -> Seconds:
         context, newest = self._prefill()
         self._emit(generations, newest[:, None], torch.zeros_like(self.lengths))
         while True:

@@ -1,11 +1,12 @@
 """EAGLE-3: one decoder layer over the target's fused hidden states and its own feedback.
 
-Li et al. 2025 (arXiv:2503.01840). The states of three target layers are fused, ``g⁰ = W_fc [h_low; h_mid; h_high]``. One
-step reads the embedding of the next token and the state, ``u = [RMS(e); RMS(g)]``, and gives
-``r = g + Attn(u)``, ``g' = r + MLP(RMS(r))`` and logits ``W_head RMS(g')``; ``g'`` (not normed) is the next step's state.
+Li et al. 2025 (arXiv:2503.01840). The states of three target layers are fused, ``g⁰ = W_fc [h_low; h_mid;
+h_high]``. One step reads the embedding of the next token and the state, ``u = [RMS(e); RMS(g)]``, and gives ``r
+= g + Attn(u)``, ``g' = r + MLP(RMS(r))`` and logits ``W_head RMS(g')``; ``g'`` (not normed) is the next step's
+state.
 
-Training-time test: step ``k`` at row ``t`` sees the step-0 keys of rows ``≤ t`` and the keys of steps ``1 … k`` at its own
-row only, at position ``t + k``: exactly what drafting ``k`` tokens after row ``t`` sees.
+Training-time test: step ``k`` at row ``t`` sees the step-0 keys of rows ``≤ t`` and the keys of steps ``1 … k``
+at its own row only, at position ``t + k``: exactly what drafting ``k`` tokens after row ``t`` sees.
 """
 
 from collections.abc import Sequence
@@ -111,7 +112,8 @@ class Eagle3Head(DraftHead):
 
     @classmethod
     def from_target(cls, config: Eagle3Config, target: LowBitTarget, vocab: DraftVocab) -> "Eagle3Head":
-        """Fresh layer; the output head starts as the target's rows of the draft vocabulary, the norm as its final norm."""
+        """Fresh layer; the output head starts as the target's rows of the draft vocabulary, the norm as its
+        final norm."""
         layers = config.capture_layers or default_capture_layers(target.layers)
         check_layers(tuple(layers), target)
         shape = LayerShape.of_target(target.config)
@@ -143,20 +145,25 @@ class Eagle3Head(DraftHead):
     def embedding_weight(self) -> Tensor:
         return self._borrowed_embedding
 
-    def training_outputs(self, states: TargetStates, tokens: Tensor) -> Tensor:
-        batch, length = tokens.shape
-        g = self.fuse(states.captured)  # [B, T, H]
-        embedded = embedding(tokens, self._borrowed_embedding)
-        positions = torch.arange(length, device=tokens.device)
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
+    def training_outputs(self, states: TargetStates, tokens: Tensor, rows: Tensor) -> Tensor:
+        # Only keys and values are needed at every row; queries and the rest of the layer where drafts begin.
+        length = tokens.shape[1]
+        fused = self.fuse(states.captured)  # [B, T, H]
+        following = embedding(pad(tokens[:, 1:], (0, 1)), self._borrowed_embedding)  # row t reads x_{t+1}
+        u = self.layer.inputs(following, fused)  # [B, T, 2H]
+        key, value = self.layer.keys_values(u, torch.arange(length, device=tokens.device).expand_as(tokens))
+        keys, values = [key], [value]
+        g, u = rows_at(fused, rows), rows_at(u, rows)  # [B, R, …]
         outputs = []
         for k in range(self.config.steps):
-            shifted = pad(embedded[:, 1 + k :], (0, 0, 0, min(1 + k, length)))  # row t reads x_{t+1+k}
-            q, key, value = self.layer.project(shifted, g, (positions + k).expand(batch, length))
-            keys.append(key)
-            values.append(value)
-            g = self.layer.finish(g, training_time_test_attention(q, keys, values))
+            if k > 0:
+                ahead = rows_at(tokens, (rows + 1 + k).clamp(max=length - 1))  # x_{t+1+k}
+                u = self.layer.inputs(embedding(ahead, self._borrowed_embedding), g)
+                key, value = self.layer.keys_values(u, rows + k)
+                keys.append(key)
+                values.append(value)
+            q = self.layer.queries(u, rows + k)
+            g = self.layer.finish(g, training_time_test_attention(q, keys, values, rows))
             outputs.append(self.norm(g))
         return torch.stack(outputs)
 
@@ -182,8 +189,9 @@ class Eagle3Head(DraftHead):
     def _step(self, state: "Eagle3State", tokens: Tensor, g: Tensor, start: Tensor) -> Tensor:
         """Run the layer over ``T`` rows that begin at ``start`` ``[B]``, behind the keys already kept."""
         positions, mask = state.cache.begin(start, tokens.shape[1])
-        q, key, value = self.layer.project(embedding(tokens, self._borrowed_embedding), g, positions)
-        keys, values = state.cache.layers[0].update(key, value)
+        u = self.layer.inputs(embedding(tokens, self._borrowed_embedding), g)
+        keys, values = state.cache.layers[0].update(*self.layer.keys_values(u, positions))
+        q = self.layer.queries(u, positions)
         attended = scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
         return self.layer.finish(g, attended)
 
@@ -236,17 +244,25 @@ class _DecoderLayer(nn.Module):
         self.mlp = _Mlp(shape)
         self.rotary = LlamaRotaryEmbedding(shape.llama_config())
 
-    def project(self, embedded: Tensor, g: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries ``[B, N, T, D]``, keys and values ``[B, N_kv, T, D]`` of rows at ``positions`` ``[B, T]``."""
+    def inputs(self, embedded: Tensor, g: Tensor) -> Tensor:
+        """``[B, T, 2H]``: normed embedding and normed state, what attention reads."""
         dtype = self.self_attn.q_proj.weight.dtype
-        u = torch.cat([self.input_layernorm(embedded.to(dtype)), self.hidden_norm(g)], dim=-1)
-        q, k, v = (
-            projection(u).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.self_attn.q_proj, self.self_attn.k_proj, self.self_attn.v_proj)
-        )
-        cos, sin = self.rotary(q, positions)
-        q, k = apply_rotary_pos_emb(q, k, cos, sin)
-        return q, k, v
+        return torch.cat([self.input_layernorm(embedded.to(dtype)), self.hidden_norm(g.to(dtype))], dim=-1)
+
+    def queries(self, u: Tensor, positions: Tensor) -> Tensor:
+        """Rotated queries ``[B, N, T, D]`` of rows at ``positions`` ``[B, T]``."""
+        return self._rotated(self._heads(self.self_attn.q_proj(u)), positions)
+
+    def keys_values(self, u: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values ``[B, N_kv, T, D]`` of rows at ``positions`` ``[B, T]``."""
+        return self._rotated(self._heads(self.self_attn.k_proj(u)), positions), self._heads(self.self_attn.v_proj(u))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = self.rotary(x, positions)
+        return apply_rotary_pos_emb(x, x, cos, sin)[0]
 
     def finish(self, g: Tensor, attended: Tensor) -> Tensor:
         """The rest of the layer after attention ``[B, N, T, D]``: the un-normed state ``[B, T, H]``."""
@@ -254,21 +270,22 @@ class _DecoderLayer(nn.Module):
         return r + self.mlp(self.post_attention_layernorm(r))
 
 
-def training_time_test_attention(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """Attention of step ``k = len(keys) - 1``, ``[B, N, T, D]``.
+def training_time_test_attention(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], rows: Tensor) -> Tensor:
+    """Attention of step ``k = len(keys) - 1`` at the wanted rows, ``[B, N, R, D]``.
 
-    ``q``: ``[B, N, T, D]``; ``keys``, ``values``: one ``[B, N_kv, T, D]`` per step so far. Row ``t`` attends to step-0
-    keys of rows ``≤ t`` and to the keys of later steps at row ``t`` only, in one softmax.
+    ``q``: ``[B, N, R, D]``, of positions ``rows`` ``[B, R]``. ``keys[0]``, ``values[0]``: ``[B, N_kv, T, D]``
+    of all rows; those of later steps ``[B, N_kv, R, D]``. A row at ``t`` attends to step-0 keys of rows ``≤ t``
+    and to its own keys of later steps, in one softmax.
     """
+    length = keys[0].shape[2]
+    seen = torch.arange(length, device=q.device) <= rows[..., None]  # [B, R, T]
     if len(keys) == 1:
-        return scaled_dot_product_attention(q, keys[0], values[0], is_causal=True, enable_gqa=True)
+        return scaled_dot_product_attention(q, keys[0], values[0], attn_mask=seen[:, None], enable_gqa=True)
     groups = q.shape[1] // keys[0].shape[1]
-    q = q.unflatten(1, (-1, groups)) * q.shape[-1] ** -0.5  # [B, N_kv, G, T, D]
-    past = q @ keys[0][:, :, None].transpose(-1, -2)  # [B, N_kv, G, T, S]
-    length = q.shape[-2]
-    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    past = past.masked_fill(hidden, float("-inf"))
-    own = torch.stack([(q * key[:, :, None]).sum(-1) for key in keys[1:]], dim=-1)  # [B, N_kv, G, T, k]
+    q = q.unflatten(1, (-1, groups)) * q.shape[-1] ** -0.5  # [B, N_kv, G, R, D]
+    past = q @ keys[0][:, :, None].transpose(-1, -2)  # [B, N_kv, G, R, T]
+    past = past.masked_fill(~seen[:, None, None], float("-inf"))
+    own = torch.stack([(q * key[:, :, None]).sum(-1) for key in keys[1:]], dim=-1)  # [B, N_kv, G, R, k]
     weights = torch.cat([past, own], dim=-1).float().softmax(-1).to(q.dtype)
     out = weights[..., :length] @ values[0][:, :, None]
     for i, value in enumerate(values[1:]):

@@ -1,7 +1,7 @@
 """Writing a trained head for an engine, and reading one back.
 
-An export is a folder with ``model.safetensors``, ``config.json`` in the engine's own words and ``manifest.json`` with the
-sha256 of both and what the head was trained against.
+An export is a folder with ``model.safetensors``, ``config.json`` in the engine's own words and
+``manifest.json`` with the sha256 of both and what the head was trained against.
 """
 
 import json
@@ -66,7 +66,9 @@ def load_head(path: Path, target: LowBitTarget) -> DraftHead:
     except KeyError as error:
         raise ValueError(f"{config_path} lacks the key {error}") from error
     except RuntimeError as error:
-        raise ValueError(f"{weights_path} does not fit its config.json: {str(error).splitlines()[-1].strip()}") from error
+        raise ValueError(
+            f"{weights_path} does not fit its config.json: {str(error).splitlines()[-1].strip()}"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     head.fits(target)
@@ -86,4 +88,3 @@ def _check_manifest(path: Path) -> None:
     for name, expected in json.loads(manifest.read_text(encoding="utf-8"))["sha256"].items():
         if sha256_of(path / name) != expected:
             raise ValueError(f"the head in {path} is damaged: {name} has another sha256 than manifest.json says")
-

@@ -50,7 +50,8 @@ def compare_with_plain(
             excused += 1
         else:
             failures.append(
-                f"{name}: token {at} differs from plain decoding, logits {gap:.3g} apart, rounding moves them by {noise:.3g}"
+                f"{name}: token {at} differs from plain decoding, where the two logits lie {gap:.3g} apart and "
+                f"rounding moves logits by {noise:.3g}"
             )
     return Lossless(len(ids), excused, tuple(failures))
 

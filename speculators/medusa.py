@@ -1,8 +1,8 @@
 """Medusa heads: independent guesses at the tokens after the next, from the last hidden state.
 
-Head ``k``: ``h ← h + SiLU(W h + b)`` per residual block, then an output projection. With the blocks' weights at zero and
-the target's own output head, every head starts as the target's next-token distribution. Cai et al. 2024
-(arXiv:2401.10774); blocks are separate modules (the original's ``[block] * n`` shares one).
+Head ``k``: ``h ← h + SiLU(W h + b)`` per residual block, then an output projection. With the blocks' weights at
+zero and the target's own output head, every head starts as the target's next-token distribution. Cai et al.
+2024 (arXiv:2401.10774); blocks are separate modules (the original's ``[block] * n`` shares one).
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,9 @@ class MedusaHead(DraftHead):
     kind: ClassVar[str] = "medusa"
     capture_layers: tuple[int, ...] = ()
 
-    def __init__(self, config: MedusaConfig, hidden_size: int, vocab: DraftVocab, borrowed_output: Tensor | None) -> None:
+    def __init__(
+        self, config: MedusaConfig, hidden_size: int, vocab: DraftVocab, borrowed_output: Tensor | None
+    ) -> None:
         """``borrowed_output``: the target's output weight ``[V, H]``, required unless ``config.own_output``."""
         super().__init__()
         if not vocab.is_full:
@@ -73,9 +75,9 @@ class MedusaHead(DraftHead):
         assert self._borrowed_output is not None
         return self._borrowed_output
 
-    def training_outputs(self, states: TargetStates, tokens: Tensor) -> Tensor:
+    def training_outputs(self, states: TargetStates, tokens: Tensor, rows: Tensor) -> Tensor:
         del tokens
-        hidden = states.last_hidden.float()
+        hidden = rows_at(states.last_hidden, rows).float()
         return torch.stack([block(hidden) for block in self.blocks])
 
     def new_state(self, slots: int) -> DraftState:

@@ -52,7 +52,9 @@ class DraftVocab:
         return cls(torch.arange(target_size), target_size)
 
     @classmethod
-    def most_frequent(cls, tokens: Iterable[Tensor], size: int, target_size: int, always: Iterable[int]) -> "DraftVocab":
+    def most_frequent(
+        cls, tokens: Iterable[Tensor], size: int, target_size: int, always: Iterable[int]
+    ) -> "DraftVocab":
         """The ``size`` most frequent of ``tokens`` (1-D int64 each) with the ids in ``always``.
 
         Ties, and the places left when the text has fewer distinct tokens, go to the lower ids. Raises

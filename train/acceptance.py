@@ -41,7 +41,13 @@ class Measured:
 
 
 def prompt_set(
-    target: LowBitTarget, tokenizer: Any, conversations: Sequence[Conversation], *, name: str, limit: int, new_tokens: int
+    target: LowBitTarget,
+    tokenizer: Any,
+    conversations: Sequence[Conversation],
+    *,
+    name: str,
+    limit: int,
+    new_tokens: int,
 ) -> PromptSet:
     """The first ``limit`` prompts: each conversation up to its first user message, assistant's answer not yet given.
 
@@ -85,7 +91,12 @@ def measure(
     with tqdm(total=len(prompts.ids) * len(draft_lengths), unit="prompt", desc=f"acceptance on {prompts.name}") as bar:
         for k in draft_lengths:
             done, seconds = generate(
-                target, head, prompts.prompts, draft_length=k, report=bar.update, **shared  # type: ignore[arg-type]
+                target,
+                head,
+                prompts.prompts,
+                draft_length=k,
+                report=bar.update,
+                **shared,  # type: ignore[arg-type]
             )
             results.append(Measured(k, [g.acceptance() for g in done], seconds, _check(target, prompts, done, plain)))
     return results
@@ -135,23 +146,28 @@ def _result(set_name: str, measured: Measured) -> dict[str, Any]:
     }
 
 
+_COLUMNS = (
+    "draft  acceptance       95 %        acceptance  accepted /             seconds                 accepted at\n"
+    "length   length       interval         rate       drafted     passes  draft verify  other  position 1, 2, …"
+)
+
+
 def table(results: Sequence[Measured]) -> str:
     """The same numbers for a person."""
-    lines = [
-        "draft  acceptance        95 %        acceptance  accepted/drafted  passes  seconds                accepted at",
-        "length   length        interval        rate                               draft  verify  other    position 1, 2, …",
-    ]
+    lines = [_COLUMNS]
     for m in results:
         c, s = m.total, m.seconds
         low, high = length_interval(m.per_prompt)
         positions = " ".join(f"{a:.2f}" for a in c.per_position)
+        seconds = f"{s.draft:>6.1f} {s.verify:>6.1f} {s.other:>6.1f}"
         lines.append(
-            f"{c.draft_length:>5}  {c.length:>9.3f}   {low:6.3f} … {high:<6.3f} {c.rate:>9.1%}  "
-            f"{c.accepted:>8}/{c.drafted:<8} {c.passes:>6}  {s.draft:6.1f}  {s.verify:6.1f} {s.other:6.1f}    {positions}"
+            f"{c.draft_length:>5} {c.length:>10.3f}   {low:6.3f} … {high:<6.3f} {c.rate:>9.1%} "
+            f"{c.accepted:>8} /{c.drafted:>6} {c.passes:>8} {seconds}  {positions}"
         )
         if m.lossless.checked:
-            excused = f", {m.lossless.excused} differing at a near-tie" if m.lossless.excused else ""
-            lines.append(f"       equal to plain decoding: {m.lossless.checked} prompts checked, {m.lossless.failed} failed{excused}")
+            excused = f", {m.lossless.excused} part at a near-tie" if m.lossless.excused else ""
+            verdict = f"{m.lossless.checked} checked, {m.lossless.failed} failed{excused}"
+            lines.append(f"      equal to plain decoding: {verdict}")
     return "\n".join(lines)
 
 

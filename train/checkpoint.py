@@ -1,8 +1,8 @@
 """Checkpoints of a run: whole or absent, checked when read, exact when resumed.
 
-A checkpoint is a folder ``step-000050`` with ``head.safetensors`` and ``optimizer.safetensors`` (fp32 masters and moments
-as they are), ``rng.safetensors`` and ``checkpoint.json`` (step, sha256 of the other files). It is written under a
-temporary name and renamed. Resuming takes the newest one whose sums hold.
+A checkpoint is a folder ``step-000050`` with ``head.safetensors`` and ``optimizer.safetensors`` (fp32 masters
+and moments as they are), ``rng.safetensors`` and ``checkpoint.json`` (step, sha256 of the other files). It is
+written under a temporary name and renamed. Resuming takes the newest one whose sums hold.
 """
 
 import json
@@ -42,7 +42,8 @@ def save_checkpoint(folder: Path, step: int, head: nn.Module, optimizer: torch.o
 
 
 def resume_newest(folder: Path, head: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed | None:
-    """Load the newest whole checkpoint into ``head``, ``optimizer`` and the random generators; ``None`` if there is none.
+    """Load the newest whole checkpoint into ``head``, ``optimizer`` and the random generators; ``None`` if
+    there is none.
 
     A damaged one is skipped with a warning. Raises ``ValueError`` if a whole one does not fit the head.
     """
@@ -54,7 +55,9 @@ def resume_newest(folder: Path, head: nn.Module, optimizer: torch.optim.Optimize
         try:
             head.load_state_dict(load_file(path / "head.safetensors"))
         except RuntimeError as error:
-            raise ValueError(f"checkpoint {path} does not fit this head: {str(error).splitlines()[-1].strip()}") from error
+            raise ValueError(
+                f"checkpoint {path} does not fit this head: {str(error).splitlines()[-1].strip()}"
+            ) from error
         _restore_optimizer(path, head, optimizer)
         _restore_rng(load_file(path / "rng.safetensors"))
         step = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))["step"]
@@ -88,11 +91,13 @@ def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _optimizer_tensors(head: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Every state tensor of every parameter under ``parameter/state``."""
     names = {id(p): name for name, p in head.named_parameters()}
-    return _contiguous({
-        f"{names[id(parameter)]}/{key}": torch.as_tensor(value)
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-    })
+    return _contiguous(
+        {
+            f"{names[id(parameter)]}/{key}": torch.as_tensor(value)
+            for parameter, state in optimizer.state.items()
+            for key, value in state.items()
+        }
+    )
 
 
 def _restore_optimizer(path: Path, head: nn.Module, optimizer: torch.optim.Optimizer) -> None:

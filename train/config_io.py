@@ -65,7 +65,7 @@ def _flags(config_class: type, content: dict[str, Any], path: Path, prefix: str)
         if is_dataclass(hints[name]):
             if not isinstance(value, dict):
                 raise ValueError(f"config file {path}: {prefix + name!r} must hold options by name")
-            flags += _flags(hints[name], value, path, prefix=f"{prefix}{name}.")  # type: ignore[arg-type]
+            flags += _flags(hints[name], value, path, prefix=f"{prefix}{name}.")
         elif isinstance(value, bool):
             flags.append(flag if value else f"--{prefix}no-{name}".replace("_", "-"))
         elif isinstance(value, (list, tuple)):

@@ -17,7 +17,8 @@ import torch
 @dataclass(frozen=True)
 class Environment:
     cache_dir: Path
-    """Where targets and answers are kept: ``$BITDRAFT_CACHE``, else ``$XDG_CACHE_HOME/bitdraft``, else ``~/.cache/bitdraft``."""
+    """Where targets and answers are kept: ``$BITDRAFT_CACHE``, else ``$XDG_CACHE_HOME/bitdraft``, else
+    ``~/.cache/bitdraft``."""
     launched_processes: int
     """How many processes the launcher says it started."""
 

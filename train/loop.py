@@ -1,7 +1,7 @@
 """The training loop: one flat page.
 
-Every rank takes its share of each step's batches; sums are divided by the supervised positions of the whole step, over all
-ranks, so that the gradient does not depend on how the step is cut.
+Every rank takes its share of each step's batches; sums are divided by the supervised positions of the whole
+step, over all ranks, so that the gradient does not depend on how the step is cut.
 """
 
 import json
@@ -26,7 +26,7 @@ from bitdraft.train.checkpoint import resume_newest, save_checkpoint
 from bitdraft.train.config import OptimConfig, RunConfig
 from bitdraft.train.journal import Journal
 from bitdraft.train.losses import step_weights
-from bitdraft.train.objective import objective
+from bitdraft.train.objective import objective, wanted_rows
 from bitdraft.train.states import StateSource
 
 
@@ -57,9 +57,7 @@ def train(
     finite, naming the step, the batch and the newest checkpoint.
     """
     optim, rank, ranks = config.optim, accelerator.process_index, accelerator.num_processes
-    optimizer = torch.optim.AdamW(
-        head.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
-    )
+    optimizer = torch.optim.AdamW(head.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
     resumed = resume_newest(folder / "checkpoints", head, optimizer) if config.resume else None
     first = resumed.step if resumed else 0
     if resumed and first < optim.steps:
@@ -86,9 +84,10 @@ def train(
             positions = float(counts[0])
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(optim, step)
+            rows = wanted_rows(supervision, len(weights_K))
             with accelerator.autocast():
-                outputs = wrapped(supervision.states, supervision.batch.tokens)
-            result = objective(outputs, head, target, supervision, weights_K, positions)
+                outputs = wrapped(supervision.states, supervision.batch.tokens, rows)
+            result = objective(outputs, rows, head, target, supervision, weights_K, positions)
             accelerator.backward(result.loss * ranks)  # DDP averages over ranks; the divisor already spans them
             norm = accelerator.clip_grad_norm_(head.parameters(), optim.clip)
             loss = float(accelerator.reduce(result.loss.detach(), "sum"))
@@ -117,7 +116,8 @@ def train(
             if config.tracker != "none":
                 accelerator.log({**_scalars(metrics)}, step=done)
             bar.set_postfix_str(
-                f"loss {loss:.3f}, top-1 {'/'.join(f'{a:.2f}' for a in accuracy[:3])}, {speed:.0f} tokens/s", refresh=False
+                f"loss {loss:.3f}, top-1 {'/'.join(f'{a:.2f}' for a in accuracy[:3])}, {speed:.0f} tokens/s",
+                refresh=False,
             )
             bar.update()
             stopping = stop.requested and done < optim.steps

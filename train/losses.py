@@ -38,15 +38,19 @@ def soft_cross_entropy(
     teacher_logits: Callable[[Tensor], Tensor],
     weights_KN: Tensor,
     *,
-    rows: int = 128,
+    rows: int | None = None,
 ) -> StepLosses:
-    """``Σ_n w_kn · −Σ_v P_n(v) log softmax(W s_kn)(v)`` for every step ``k``, with ``P_n = softmax(teacher_logits(h_n))``.
+    """``Σ_n w_kn · −Σ_v P_n(v) log softmax(W s_kn)(v)`` for every step ``k``, with ``P_n =
+    softmax(teacher_logits(h_n))``.
 
-    Equal to the KL divergence from the teacher up to the teacher's entropy (Hinton et al. 2015, arXiv:1503.02531; EAGLE-3
-    uses it on the draft vocabulary). ``student_weight``: ``[D, H]``, or ``[K, D, H]`` where steps have their own.
-    ``teacher_logits`` maps ``[n, H]`` to ``[n, D]``. ``weights_KN`` is 0 where a step is not supervised at a position.
-    Each teacher row is computed once for all steps; ``rows`` positions are in memory at a time.
+    Equal to the KL divergence from the teacher up to the teacher's entropy (Hinton et al. 2015,
+    arXiv:1503.02531; EAGLE-3 uses it on the draft vocabulary). ``student_weight``: ``[D, H]``, or ``[K, D, H]``
+    where steps have their own. ``teacher_logits`` maps ``[n, H]`` to ``[n, D]``. ``weights_KN`` is 0 where a
+    step is not supervised at a position. Each teacher row is computed once for all steps; ``rows`` positions
+    are in memory at a time (default: about four million logits).
     """
+    if rows is None:
+        rows = min(512, max(64, 2**22 // student_weight.shape[-2]))
     losses, agreements = _ChunkedSoftCrossEntropy.apply(
         student_KNH, student_weight, teacher_NH, teacher_logits, weights_KN, rows
     )
@@ -78,19 +82,24 @@ class _ChunkedSoftCrossEntropy(torch.autograd.Function):
         for start in range(0, positions, rows):
             part = slice(start, start + rows)
             teacher = teacher_logits(teacher_NH[part]).float()  # [n, D]
-            probabilities, first_choice = teacher.softmax(-1), teacher.argmax(-1)
+            first_choice = teacher.argmax(-1)
+            probabilities = teacher.softmax(-1)
             for k in range(steps):  # a step at a time: the logits of one step are the largest tensor
                 w = weight if weight.ndim == 2 else weight[k]
-                share = weights_KN[k, part, None]  # [n, 1]
+                share = weights_KN[k, part]  # [n]
                 logits = linear(student[k, part], w).float()  # [n, D]
-                agreements[k] += ((logits.argmax(-1) == first_choice) & (share[:, 0] > 0)).sum()
-                log_q = logits.log_softmax(-1)
-                losses[k] -= (probabilities * log_q * share).sum()
-                grad = ((log_q.exp_() - probabilities) * share).to(dtype)
-                grad_student[k, part] = grad @ w
+                top, own_choice = logits.max(-1)
+                expected = torch.linalg.vecdot(probabilities, logits)  # [n] Σ_v P(v) logit(v)
+                q = logits.softmax(-1)
+                # logsumexp from the largest entry: its probability is e^(top - logsumexp).
+                normaliser = top - q.gather(1, own_choice[:, None]).squeeze(1).log()
+                agreements[k] += ((own_choice == first_choice) & (share > 0)).sum()
+                losses[k] += ((normaliser - expected) * share).sum()
+                residual = q.sub_(probabilities).to(dtype)  # dL/dlogits before the row's share
+                grad_student[k, part] = (residual @ w) * share[:, None]
                 if grad_weight is not None:
                     into = grad_weight if grad_weight.ndim == 2 else grad_weight[k]
-                    into += grad.T @ student[k, part]
+                    into += residual.T @ (student[k, part] * share[:, None]).to(dtype)
         ctx.save_for_backward(grad_student, grad_weight)
         ctx.weight_dtype = student_weight.dtype
         ctx.mark_non_differentiable(agreements)

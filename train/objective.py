@@ -1,8 +1,8 @@
 """From a head's outputs to its loss: which rows meet which teacher, and with what weight.
 
-Loss terms are grouped by *target position* ``j`` (the position whose distribution is the teacher): step ``k`` of the head
-predicts it from row ``j − 1 − k``. A term counts if the token behind ``j`` was written by the assistant, the row exists and
-the teacher's first choice lies in the draft vocabulary.
+Loss terms are grouped by *target position* ``j`` (the position whose distribution is the teacher): step ``k``
+of the head predicts it from row ``j − 1 − k``. A term counts if the token behind ``j`` was written by the
+assistant, the row exists and the teacher's first choice lies in the draft vocabulary.
 """
 
 from dataclasses import dataclass
@@ -34,15 +34,31 @@ def teacher_rows(supervision: Supervision) -> tuple[Tensor, Tensor]:
     return sequence, position
 
 
+def wanted_rows(supervision: Supervision, steps: int) -> Tensor:
+    """``[B, R]`` rows from which some step predicts a supervised position: the answer's, and ``steps`` before it."""
+    batch = supervision.batch
+    first = (batch.prompt_lengths - 1 - steps).clamp(min=0)  # [B]
+    rows = first[:, None] + torch.arange(int((batch.lengths - 2 - first).max().clamp(min=1)), device=first.device)
+    return rows.clamp(max=batch.tokens.shape[1] - 1)
+
+
 def objective(
-    outputs: Tensor, head: DraftHead, target: LowBitTarget, supervision: Supervision, weights_K: Tensor, divisor: float
+    outputs: Tensor,
+    rows: Tensor,
+    head: DraftHead,
+    target: LowBitTarget,
+    supervision: Supervision,
+    weights_K: Tensor,
+    divisor: float,
 ) -> Objective:
-    """``outputs``: the head's ``[K, B, T, H]``; ``weights_K`` sums to one; ``divisor`` is the step's count of positions."""
+    """``outputs``: the head's ``[K, B, R, H]`` at ``rows``; ``weights_K`` sums to one; ``divisor`` is the
+    step's count of positions."""
     sequence, position = teacher_rows(supervision)
     steps = len(outputs)
-    rows_KN = position - 1 - torch.arange(steps, device=position.device)[:, None]
-    exists_KN = rows_KN >= 0
-    student_KNH = torch.stack([outputs[k][sequence, rows_KN[k].clamp(min=0)] for k in range(steps)])
+    row_KN = position - 1 - torch.arange(steps, device=position.device)[:, None]
+    at_KN = row_KN - rows[sequence, 0]
+    exists_KN = (row_KN >= 0) & (at_KN >= 0)
+    student_KNH = torch.stack([outputs[k][sequence, at_KN[k].clamp(min=0)] for k in range(steps)])
     in_vocab_N = head.vocab.t2d.to(position.device)[supervision.first_choices[sequence, position]]
     terms_KN = (exists_KN & in_vocab_N).float()
     rows_of_target = target.output_head.weight

@@ -71,7 +71,9 @@ def run(config: RunConfig, environment: Environment) -> Finished:
         f"{target.applied.summary()}"
     )
     with accelerator.main_process_first():  # the others read the answers from the cache
-        examples = _examples(config, environment, accelerator, name, dtype, text_recipe, target, tokenizer, conversations)
+        examples = _examples(
+            config, environment, accelerator, name, dtype, text_recipe, target, tokenizer, conversations
+        )
     head = _make_head(config, target, tokenizer, examples, accelerator)
     head = train(config, accelerator, target, head, examples, folder)
     accelerator.wait_for_everyone()
@@ -114,9 +116,7 @@ def _open_run(folder: Path, config: RunConfig) -> None:
         now = to_plain(config)
         other = sorted(k for k in now if k not in _MAY_DIFFER and before.get(k) != now[k])
         if other:
-            raise ValueError(
-                f"{folder} holds another run (different {', '.join(other)}): choose another --output-dir"
-            )
+            raise ValueError(f"{folder} holds another run (different {', '.join(other)}): choose another --output-dir")
         if not config.resume:
             raise ValueError(f"{folder} already holds this run: add --resume to go on, or choose another --output-dir")
     elif folder.is_dir() and any(folder.iterdir()):
@@ -186,11 +186,14 @@ def _make_head(
         written = [torch.tensor(e.answer) for e in examples]
         special = {*tokenizer.all_special_ids, *end_of_turn_ids(target.model, tokenizer)}
         vocab = DraftVocab.most_frequent(written, size, target.vocab_size, special)
-        accelerator.print(f"draft vocabulary: {len(vocab):,} of {target.vocab_size:,} tokens, {vocab.coverage(written):.2%} of the answers")
+        share = f"{len(vocab):,} of {target.vocab_size:,} tokens"
+        accelerator.print(f"draft vocabulary: {share}, {vocab.coverage(written):.2%} of the answers")
     torch.manual_seed(config.seed)  # the same fresh weights whatever ran before
     head = HEADS[config.head].from_target(settings, target, vocab).float().to(target.device)
     trained = sum(p.numel() for p in head.parameters())
-    accelerator.print(f"{head.kind} head: {trained / 1e6:.1f} M trained parameters, captured layers {list(head.capture_layers)}")
+    accelerator.print(
+        f"{head.kind} head: {trained / 1e6:.1f} M trained parameters, captured layers {list(head.capture_layers)}"
+    )
     if config.tracker != "none":
         accelerator.init_trackers("bitdraft", config={k: str(v) for k, v in to_plain(config).items()})
     return head

@@ -44,7 +44,9 @@ class StateSource:
             self._keep_all(batch_size)
 
     def _keep_all(self, batch_size: int) -> None:
-        order = sorted(range(len(self.examples)), key=lambda i: len(self.examples[i].prompt) + len(self.examples[i].answer))
+        order = sorted(
+            range(len(self.examples)), key=lambda i: len(self.examples[i].prompt) + len(self.examples[i].answer)
+        )
         with tqdm(total=len(order), unit="example", desc="target states") as bar:
             for start in range(0, len(order), batch_size):
                 chosen = order[start : start + batch_size]
@@ -64,7 +66,7 @@ class StateSource:
         if not self._kept:
             return self._compute(batch)
         captured, last, choices = (
-            torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+            torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
             for parts in zip(*(self._kept[i] for i in indices), strict=True)
         )
         batch = batch.to(self.target.device)

@@ -59,7 +59,8 @@ def main(options: Options) -> None:
             variant.states(ids, capture=capture)
             seconds[name].append(time.perf_counter() - start)
     results = []
-    print(f"{'recipe':24} {'ms':>8} {'× bf16':>8}   median of {options.rounds} rounds, {options.batch}×{options.tokens} tokens")
+    print(f"median of {options.rounds} rounds, {options.batch} × {options.tokens} tokens")
+    print(f"{'recipe':24} {'ms':>8} {'× bf16':>8}")
     for name, times in seconds.items():
         ratio = statistics.median(t / b for t, b in zip(times, seconds["none"], strict=True))
         print(f"{name:24} {statistics.median(times) * 1e3:8.0f} {ratio:8.3f}")

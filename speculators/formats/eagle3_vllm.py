@@ -1,8 +1,8 @@
 """EAGLE-3 in the layout of vLLM's speculators format (``speculators_model_type: eagle3``).
 
-What is left to a default elsewhere is written down here, because each omission is silent in the engine: the output head,
-``d2t`` and ``t2d`` always; the captured layer ids, and their number inside ``transformer_layer_config`` where it is
-not three; all norm switches.
+What is left to a default elsewhere is written down here, because each omission is silent in the engine: the
+output head, ``d2t`` and ``t2d`` always; the captured layer ids, and their number inside
+``transformer_layer_config`` where it is not three; all norm switches.
 """
 
 from typing import Any
