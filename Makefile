@@ -54,6 +54,7 @@ lint: $(VENV)/lint.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/pytest -q tests/test_layout.py
 
 bench: $(VENV)/base.stamp
 	$(BIN)/python scripts/bench/target_forward.py

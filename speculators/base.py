@@ -7,6 +7,7 @@ target pass added for free, and the head's drafts follow it.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,6 +27,10 @@ class DraftContext:
     next_tokens: Tensor  # [B, T] int64: the token that follows each row
     start: Tensor  # [B] position of the first row in its sequence
     newest: Tensor  # [B] index of the last row that was kept; rows behind it were rejected or are padding
+
+
+StartBatches = Iterable[tuple[TargetStates, Tensor, Tensor]]
+"""Target states, tokens ``[B, T]`` and the mask ``[B, T]`` of positions whose prediction is supervised."""
 
 
 class DraftState(ABC):
@@ -56,6 +61,9 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def from_target(cls, config: Any, target: LowBitTarget, vocab: DraftVocab) -> "DraftHead":
         """A fresh head for ``target``; ``ValueError`` if ``config`` does not fit it."""
+
+    def start_from(self, batches: StartBatches) -> None:
+        """Set fresh weights from data before the first step, if the head has a way to."""
 
     @property
     @abstractmethod

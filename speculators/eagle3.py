@@ -10,18 +10,19 @@ at its own row only, at position ``t + k``: exactly what drafting ``k`` tokens a
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, pad, scaled_dot_product_attention, silu
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 from bitdraft.quant.kv_cache import SlotCache
 from bitdraft.quant.target import LowBitTarget, TargetStates
-from bitdraft.speculators.base import DraftContext, DraftHead, DraftState, check_layers, rows_at
+from bitdraft.speculators.attention import training_time_test_attention
+from bitdraft.speculators.base import DraftContext, DraftHead, DraftState, StartBatches, check_layers, rows_at
+from bitdraft.speculators.eagle3_layer import DecoderLayer, LayerShape, Norm
+from bitdraft.speculators.eagle3_start import least_squares_start
 from bitdraft.speculators.vocab import DraftVocab
 
 # B sequence, T row (position), S key, N attention head, D head dimension, H hidden, K step.
@@ -37,6 +38,10 @@ class Eagle3Config:
     """Weight of each step's loss relative to the step before (weights are normalised to sum to 1)."""
     draft_vocab_size: int | None = None
     """Tokens that the head can propose; by default a sixth of the target's vocabulary, at most 32,000."""
+    train_output: bool = False
+    """Train the output head too; it starts as the target's rows and, left frozen, overfits less on small data."""
+    start: Literal["least-squares", "random"] = "least-squares"
+    """Begin with a closed-form fit on the training data's states, or with random weights."""
     capture_layers: tuple[int, ...] | None = None
     """Target layers whose inputs are fused (vLLM's ids); by default 2, the middle one and the third from the end."""
 
@@ -47,37 +52,6 @@ class Eagle3Config:
             raise ValueError(f"eagle3.step_decay must lie in (0, 1], got {self.step_decay}")
         if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
             raise ValueError(f"eagle3.draft_vocab_size must be at least 1, got {self.draft_vocab_size}")
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """The decoder layer's shape, taken from the target; also what the export writes down."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope_parameters: dict[str, Any]
-
-    @classmethod
-    def of_target(cls, config: Any) -> "LayerShape":
-        heads = config.num_attention_heads
-        return cls(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_attention_heads=heads,
-            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            rms_norm_eps=config.rms_norm_eps,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=dict(config.rope_parameters),
-        )
-
-    def llama_config(self) -> LlamaConfig:
-        return LlamaConfig(**asdict(self), num_hidden_layers=1)
 
 
 def default_capture_layers(layers: int) -> tuple[int, ...]:
@@ -106,9 +80,12 @@ class Eagle3Head(DraftHead):
         self.target_hidden_size = shape.hidden_size
         self._borrowed_embedding = borrowed_embedding
         self.fc = nn.Linear(len(self.capture_layers) * shape.hidden_size, shape.hidden_size, bias=False)
-        self.layers = nn.ModuleList([_DecoderLayer(shape)])
-        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.capture_scale: Tensor  # [A] powers of two that bring each captured layer to about unit size
+        self.register_buffer("capture_scale", torch.ones(len(self.capture_layers)))
+        self.layers = nn.ModuleList([DecoderLayer(shape)])
+        self.norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, len(vocab), bias=False)
+        self.lm_head.requires_grad_(config.train_output)
 
     @classmethod
     def from_target(cls, config: Eagle3Config, target: LowBitTarget, vocab: DraftVocab) -> "Eagle3Head":
@@ -118,19 +95,25 @@ class Eagle3Head(DraftHead):
         check_layers(tuple(layers), target)
         shape = LayerShape.of_target(target.config)
         head = cls(config, shape, layers, vocab, target.embedding.weight.detach())
-        for name, weight in head.named_parameters():
+        for weight in head.parameters():
             if weight.ndim == 2:
-                nn.init.normal_(weight, std=getattr(target.config, "initializer_range", 0.02))
-            assert weight.requires_grad, name
+                nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
         with torch.no_grad():
+            head.capture_scale.copy_(_capture_scale(target, tuple(layers)))
             head.lm_head.weight.copy_(target.output_head.weight[vocab.target_ids.to(target.device)])
             head.norm.weight.copy_(target.final_norm.weight)  # type: ignore[arg-type]
         return head
 
+    def start_from(self, batches: StartBatches) -> None:
+        if self.config.start == "least-squares":
+            least_squares_start(
+                self.fc, self.layer, self.norm, self.shape, self.capture_scale, self._borrowed_embedding, batches
+            )
+
     @property
-    def layer(self) -> "_DecoderLayer":
+    def layer(self) -> "DecoderLayer":
         layer = self.layers[0]
-        assert isinstance(layer, _DecoderLayer)
+        assert isinstance(layer, DecoderLayer)
         return layer
 
     @property
@@ -169,7 +152,14 @@ class Eagle3Head(DraftHead):
 
     def fuse(self, captured: Tensor) -> Tensor:
         """``[B, T, A, H]`` → ``[B, T, H]``, the first step's state."""
-        return self.fc(captured.flatten(-2).to(self.fc.weight.dtype))
+        scaled = captured.to(self.fc.weight.dtype) * self.capture_scale.to(self.fc.weight.dtype)[:, None]
+        return self.fc(scaled.flatten(-2))
+
+    @property
+    def folded_fc(self) -> Tensor:
+        """``fc``'s weight with the capture scales multiplied in, exactly: what engines load."""
+        width = self.shape.hidden_size
+        return self.fc.weight.detach() * self.capture_scale.repeat_interleave(width)
 
     def new_state(self, slots: int) -> "Eagle3State":
         return Eagle3State(SlotCache(1, slots))
@@ -209,85 +199,13 @@ class Eagle3State(DraftState):
         self.cache.keep_rows(rows)
 
 
-class _Attention(nn.Module):
-    def __init__(self, shape: LayerShape) -> None:
-        super().__init__()
-        width, queries = 2 * shape.hidden_size, shape.num_attention_heads * shape.head_dim
-        shared = shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(width, queries, bias=False)
-        self.k_proj = nn.Linear(width, shared, bias=False)
-        self.v_proj = nn.Linear(width, shared, bias=False)
-        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
+def _capture_scale(target: LowBitTarget, layers: tuple[int, ...]) -> Tensor:
+    """``2^-round(log2 rms)`` of each captured layer, from seeded random tokens behind the outsized first ones.
 
-
-class _Mlp(nn.Module):
-    def __init__(self, shape: LayerShape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class _DecoderLayer(nn.Module):
-    """A Llama layer whose attention reads ``[embedding; state]``. Split in two halves around the attention itself."""
-
-    def __init__(self, shape: LayerShape) -> None:
-        super().__init__()
-        self.head_dim = shape.head_dim
-        self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)  # of the embedding half
-        self.hidden_norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)  # of the state half
-        self.self_attn = _Attention(shape)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.mlp = _Mlp(shape)
-        self.rotary = LlamaRotaryEmbedding(shape.llama_config())
-
-    def inputs(self, embedded: Tensor, g: Tensor) -> Tensor:
-        """``[B, T, 2H]``: normed embedding and normed state, what attention reads."""
-        dtype = self.self_attn.q_proj.weight.dtype
-        return torch.cat([self.input_layernorm(embedded.to(dtype)), self.hidden_norm(g.to(dtype))], dim=-1)
-
-    def queries(self, u: Tensor, positions: Tensor) -> Tensor:
-        """Rotated queries ``[B, N, T, D]`` of rows at ``positions`` ``[B, T]``."""
-        return self._rotated(self._heads(self.self_attn.q_proj(u)), positions)
-
-    def keys_values(self, u: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values ``[B, N_kv, T, D]`` of rows at ``positions`` ``[B, T]``."""
-        return self._rotated(self._heads(self.self_attn.k_proj(u)), positions), self._heads(self.self_attn.v_proj(u))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        cos, sin = self.rotary(x, positions)
-        return apply_rotary_pos_emb(x, x, cos, sin)[0]
-
-    def finish(self, g: Tensor, attended: Tensor) -> Tensor:
-        """The rest of the layer after attention ``[B, N, T, D]``: the un-normed state ``[B, T, H]``."""
-        r = g + self.self_attn.o_proj(attended.transpose(1, 2).flatten(-2))
-        return r + self.mlp(self.post_attention_layernorm(r))
-
-
-def training_time_test_attention(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """Attention of step ``k = len(keys) - 1`` at the wanted rows, ``[B, N, R, D]``.
-
-    ``q``: ``[B, N, R, D]``, of positions ``rows`` ``[B, R]``. ``keys[0]``, ``values[0]``: ``[B, N_kv, T, D]``
-    of all rows; those of later steps ``[B, N_kv, R, D]``. A row at ``t`` attends to step-0 keys of rows ``≤ t``
-    and to its own keys of later steps, in one softmax.
+    Residual streams differ tenfold in size between layers and models. Without this the fused state drowns what the
+    draft layer adds to it (SmolLM2: size 11 against 0.5), and the head hardly learns.
     """
-    length = keys[0].shape[2]
-    seen = torch.arange(length, device=q.device) <= rows[..., None]  # [B, R, T]
-    if len(keys) == 1:
-        return scaled_dot_product_attention(q, keys[0], values[0], attn_mask=seen[:, None], enable_gqa=True)
-    groups = q.shape[1] // keys[0].shape[1]
-    q = q.unflatten(1, (-1, groups)) * q.shape[-1] ** -0.5  # [B, N_kv, G, R, D]
-    past = q @ keys[0][:, :, None].transpose(-1, -2)  # [B, N_kv, G, R, T]
-    past = past.masked_fill(~seen[:, None, None], float("-inf"))
-    own = torch.stack([(q * key[:, :, None]).sum(-1) for key in keys[1:]], dim=-1)  # [B, N_kv, G, R, k]
-    weights = torch.cat([past, own], dim=-1).float().softmax(-1).to(q.dtype)
-    out = weights[..., :length] @ values[0][:, :, None]
-    for i, value in enumerate(values[1:]):
-        out = out + weights[..., length + i, None] * value[:, :, None]
-    return out.flatten(1, 2)
+    ids = torch.randint(0, target.vocab_size, (1, 128), generator=torch.Generator().manual_seed(0))
+    captured = target.states(ids.to(target.device), capture=layers).captured[0, 8:].float()  # [T, A, H]
+    size = captured.pow(2).mean(-1).sqrt().median(dim=0).values  # [A]
+    return torch.exp2(-size.clamp(min=1e-6).log2().round())

@@ -40,7 +40,7 @@ class OptimConfig:
     """Optimizer steps."""
     batch_size: int = 8
     """Examples (assistant turns) per process and step."""
-    lr: float = 1e-3
+    lr: float = 5e-4
     """Peak learning rate."""
     warmup: float = 0.05
     """Share of the steps spent warming up."""

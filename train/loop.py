@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 from tqdm import tqdm
 
 from bitdraft.data.batches import epoch_batches
 from bitdraft.data.chat import Example
-from bitdraft.quant.target import LowBitTarget
+from bitdraft.quant.target import LowBitTarget, TargetStates
 from bitdraft.speculators.base import DraftHead
 from bitdraft.train.checkpoint import resume_newest, save_checkpoint
 from bitdraft.train.config import OptimConfig, RunConfig
@@ -28,6 +29,8 @@ from bitdraft.train.journal import Journal
 from bitdraft.train.losses import step_weights
 from bitdraft.train.objective import objective, wanted_rows
 from bitdraft.train.states import StateSource
+
+_START_POSITIONS = 100_000  # many times the unknowns of each output; more changes little
 
 
 class Interrupted(KeyboardInterrupt):
@@ -57,16 +60,20 @@ def train(
     finite, naming the step, the batch and the newest checkpoint.
     """
     optim, rank, ranks = config.optim, accelerator.process_index, accelerator.num_processes
-    optimizer = torch.optim.AdamW(head.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
+    trained = [p for p in head.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
     resumed = resume_newest(folder / "checkpoints", head, optimizer) if config.resume else None
     first = resumed.step if resumed else 0
     if resumed and first < optim.steps:
         accelerator.print(f"resuming from {resumed.path}")
     if first >= optim.steps:
         return head
+    uses = optim.batch_size * (optim.steps - first)
+    source = StateSource(target, examples, head.capture_layers, config.states, uses=uses)
+    if first == 0:
+        head.start_from(_first_batches(source, len(examples)))
     wrapped, optimizer = accelerator.prepare(head, optimizer)
     head.train()
-    source = StateSource(target, examples, head.capture_layers, config.states)
     weights_K = step_weights(_steps(head), _decay(head))
     lengths = [len(e.prompt) + len(e.answer) for e in examples]
     journal = Journal(folder / "metrics.jsonl", first) if accelerator.is_main_process else None
@@ -89,7 +96,7 @@ def train(
                 outputs = wrapped(supervision.states, supervision.batch.tokens, rows)
             result = objective(outputs, rows, head, target, supervision, weights_K, positions)
             accelerator.backward(result.loss * ranks)  # DDP averages over ranks; the divisor already spans them
-            norm = accelerator.clip_grad_norm_(head.parameters(), optim.clip)
+            norm = accelerator.clip_grad_norm_(trained, optim.clip)
             loss = float(accelerator.reduce(result.loss.detach(), "sum"))
             if not (math.isfinite(loss) and math.isfinite(float(norm))):
                 raise RuntimeError(
@@ -100,13 +107,14 @@ def train(
             optimizer.zero_grad()
 
             done = step + 1
-            agreements = accelerator.reduce(result.agreements, "sum")
+            accepted = accelerator.reduce(result.accepted, "sum")
             possible = accelerator.reduce(result.possible, "sum")
-            accuracy = (agreements / possible.clamp(min=1)).tolist()
+            per_position = (accepted / possible.clamp(min=1)).tolist()  # teacher-forced, on the training text
             speed = float(counts[1]) / (time.perf_counter() - started)
             metrics: dict[str, Any] = {
                 "loss": loss,
-                "accuracy": accuracy,
+                "acceptance_length": 1 + sum(per_position),
+                "acceptance_at": per_position,
                 "gradient_norm": float(norm),
                 "lr": optimizer.param_groups[0]["lr"],
                 "tokens_per_second": speed,
@@ -116,7 +124,7 @@ def train(
             if config.tracker != "none":
                 accelerator.log({**_scalars(metrics)}, step=done)
             bar.set_postfix_str(
-                f"loss {loss:.3f}, top-1 {'/'.join(f'{a:.2f}' for a in accuracy[:3])}, {speed:.0f} tokens/s",
+                f"loss {loss:.3f}, accepts {metrics['acceptance_length']:.2f}, {speed:.0f} tokens/s",
                 refresh=False,
             )
             bar.update()
@@ -141,6 +149,17 @@ def _batches_from(
             if step >= first:
                 yield share
             step += 1
+
+
+def _first_batches(source: StateSource, examples: int) -> Iterator[tuple[TargetStates, Tensor, Tensor]]:
+    """States for a start from data, until ``_START_POSITIONS`` supervised positions are seen."""
+    seen = 0
+    for begin in range(0, examples, 16):
+        supervision = source.supervision(range(begin, min(begin + 16, examples)))
+        yield supervision.states, supervision.batch.tokens, supervision.supervised
+        seen += int(supervision.supervised.sum())
+        if seen >= _START_POSITIONS:
+            return
 
 
 def _steps(head: DraftHead) -> int:

@@ -21,8 +21,7 @@ class StepLosses:
     """Result of ``soft_cross_entropy``."""
 
     per_step: Tensor  # [K] weighted sums over positions, differentiable
-    agreements: Tensor  # [K] positions at which the head's first choice is the teacher's
-    counted: Tensor  # [K] positions that the weights let in
+    agrees: Tensor  # [K, N] bool: the head's first choice is the teacher's, where the weight is positive
 
 
 def step_weights(steps: int, decay: float) -> Tensor:
@@ -51,10 +50,10 @@ def soft_cross_entropy(
     """
     if rows is None:
         rows = min(512, max(64, 2**22 // student_weight.shape[-2]))
-    losses, agreements = _ChunkedSoftCrossEntropy.apply(
+    losses, agrees = _ChunkedSoftCrossEntropy.apply(
         student_KNH, student_weight, teacher_NH, teacher_logits, weights_KN, rows
     )
-    return StepLosses(losses, agreements, (weights_KN > 0).sum(dim=1))
+    return StepLosses(losses, agrees)
 
 
 class _ChunkedSoftCrossEntropy(torch.autograd.Function):
@@ -78,7 +77,7 @@ class _ChunkedSoftCrossEntropy(torch.autograd.Function):
         grad_student = torch.empty_like(student_KNH)
         grad_weight = torch.zeros_like(student_weight, dtype=torch.float32) if train_weight else None
         losses = torch.zeros(steps, device=student.device)
-        agreements = torch.zeros(steps, dtype=torch.int64, device=student.device)
+        agrees = torch.zeros(steps, positions, dtype=torch.bool, device=student.device)
         for start in range(0, positions, rows):
             part = slice(start, start + rows)
             teacher = teacher_logits(teacher_NH[part]).float()  # [n, D]
@@ -93,7 +92,7 @@ class _ChunkedSoftCrossEntropy(torch.autograd.Function):
                 q = logits.softmax(-1)
                 # logsumexp from the largest entry: its probability is e^(top - logsumexp).
                 normaliser = top - q.gather(1, own_choice[:, None]).squeeze(1).log()
-                agreements[k] += ((own_choice == first_choice) & (share > 0)).sum()
+                agrees[k, part] = (own_choice == first_choice) & (share > 0)
                 losses[k] += ((normaliser - expected) * share).sum()
                 residual = q.sub_(probabilities).to(dtype)  # dL/dlogits before the row's share
                 grad_student[k, part] = (residual @ w) * share[:, None]
@@ -102,8 +101,8 @@ class _ChunkedSoftCrossEntropy(torch.autograd.Function):
                     into += residual.T @ (student[k, part] * share[:, None]).to(dtype)
         ctx.save_for_backward(grad_student, grad_weight)
         ctx.weight_dtype = student_weight.dtype
-        ctx.mark_non_differentiable(agreements)
-        return losses, agreements
+        ctx.mark_non_differentiable(agrees)
+        return losses, agrees
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -22,8 +22,8 @@ class Objective:
     """One batch's loss as sums; divide by the step's ``positions`` over all ranks."""
 
     loss: Tensor  # [] differentiable: step-weighted sum of cross-entropies
-    agreements: Tensor  # [K] rows at which the head's first choice is the target's
-    possible: Tensor  # [K] rows supervised, whether or not the draft vocabulary holds the target's choice
+    accepted: Tensor  # [K] rows from which the drafts of steps 0 … k are all the target's choice
+    possible: Tensor  # [K] rows from which steps 0 … k are all supervised
 
 
 def teacher_rows(supervision: Supervision) -> tuple[Tensor, Tensor]:
@@ -75,4 +75,22 @@ def objective(
         teacher_logits,
         terms_KN * weights_K.to(position.device)[:, None] / divisor,
     )
-    return Objective(losses.per_step.sum(), losses.agreements, exists_KN.sum(dim=1))
+    accepted, possible = _prefixes(losses.agrees, exists_KN, sequence, at_KN, rows.shape)
+    return Objective(losses.per_step.sum(), accepted, possible)
+
+
+def _prefixes(
+    agrees_KN: Tensor, exists_KN: Tensor, sequence: Tensor, at_KN: Tensor, shape: torch.Size
+) -> tuple[Tensor, Tensor]:
+    """Regroup agreement by the row where drafting began: how many rows got as far as each step, ``[K]`` twice.
+
+    This is acceptance with every row as the start of a pass, on the text at hand.
+    """
+    steps = len(agrees_KN)
+    agreed_KBR = torch.zeros(steps, *shape, dtype=torch.bool, device=agrees_KN.device)
+    there_KBR = torch.zeros_like(agreed_KBR)
+    for k in range(steps):
+        known = exists_KN[k]
+        agreed_KBR[k, sequence[known], at_KN[k, known]] = agrees_KN[k, known]
+        there_KBR[k, sequence[known], at_KN[k, known]] = True
+    return agreed_KBR.cumprod(dim=0).sum(dim=(1, 2)), there_KBR.cumprod(dim=0).sum(dim=(1, 2))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import yaml
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import ProjectConfiguration, set_seed
 
 from bitdraft.data.chat import Example, end_of_turn_ids, written_examples
@@ -47,6 +48,11 @@ class Finished:
     export: Path
     acceptance: Path
 
+    def is_whole(self, config: RunConfig) -> bool:
+        """Whether the run has nothing left to do."""
+        exported = (self.export / "manifest.json").is_file()
+        return exported and (self.acceptance.is_file() or not config.acceptance.draft_lengths)
+
 
 def run(config: RunConfig, environment: Environment) -> Finished:
     """Train, export and measure. Raises ``ValueError`` for what the user can mend."""
@@ -59,6 +65,10 @@ def run(config: RunConfig, environment: Environment) -> Finished:
     if accelerator.is_main_process:
         _open_run(folder, config)
     accelerator.wait_for_everyone()
+    finished = Finished(folder, folder / "export", folder / "acceptance.json")
+    if finished.is_whole(config):
+        accelerator.print(f"{folder} is finished: head in {finished.export}")
+        return finished
     set_seed(config.seed)
 
     name = resolve_target(config.target, environment.cache_dir)
@@ -77,7 +87,6 @@ def run(config: RunConfig, environment: Environment) -> Finished:
     head = _make_head(config, target, tokenizer, examples, accelerator)
     head = train(config, accelerator, target, head, examples, folder)
     accelerator.wait_for_everyone()
-    finished = Finished(folder, folder / "export", folder / "acceptance.json")
     if accelerator.is_main_process:
         _export_and_measure(config, target, head, tokenizer, heldout, finished)
     accelerator.end_training()
@@ -85,6 +94,9 @@ def run(config: RunConfig, environment: Environment) -> Finished:
 
 
 def _accelerator(config: RunConfig, environment: Environment, folder: Path) -> Accelerator:
+    trackers = [str(t.value) for t in get_available_trackers()]
+    if config.tracker not in ("none", *trackers):
+        raise ValueError(f"tracker {config.tracker!r} is not installed (there are: {', '.join(trackers)}, none)")
     cpu = config.device == "cpu" or (config.device == "auto" and not torch.accelerator.is_available())
     accelerator = Accelerator(
         cpu=cpu,
@@ -92,6 +104,8 @@ def _accelerator(config: RunConfig, environment: Environment, folder: Path) -> A
         log_with=None if config.tracker == "none" else config.tracker,
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "tracker")),
     )
+    if config.device not in ("auto", accelerator.device.type):
+        raise ValueError(f"device {config.device!r} is not here: accelerate finds {accelerator.device.type!r}")
     if accelerator.num_processes != environment.launched_processes:
         raise ValueError(
             f"the launcher started {environment.launched_processes} processes but accelerate sees "
@@ -190,7 +204,7 @@ def _make_head(
         accelerator.print(f"draft vocabulary: {share}, {vocab.coverage(written):.2%} of the answers")
     torch.manual_seed(config.seed)  # the same fresh weights whatever ran before
     head = HEADS[config.head].from_target(settings, target, vocab).float().to(target.device)
-    trained = sum(p.numel() for p in head.parameters())
+    trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
     accelerator.print(
         f"{head.kind} head: {trained / 1e6:.1f} M trained parameters, captured layers {list(head.capture_layers)}"
     )

@@ -34,13 +34,16 @@ class StateSource:
         examples: Sequence[Example],
         capture: Sequence[int],
         mode: Literal["auto", "memory", "online"],
+        *,
+        uses: int,
         batch_size: int = 16,
     ) -> None:
+        """``uses``: how many examples will be asked for in all; keeping states pays from the second use on."""
         self.target, self.examples, self.capture = target, examples, tuple(capture)
         tokens = sum(len(e.prompt) + len(e.answer) for e in examples)
         needed = tokens * (len(self.capture) + 1) * target.hidden_size * target.dtype.itemsize
         self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        if mode == "memory" or (mode == "auto" and needed <= _AUTO_LIMIT):
+        if mode == "memory" or (mode == "auto" and needed <= _AUTO_LIMIT and uses > len(examples)):
             self._keep_all(batch_size)
 
     def _keep_all(self, batch_size: int) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from bitdraft.quant.target import LowBitTarget
 from bitdraft.speculators.base import DraftHead
-from bitdraft.speculators.eagle3 import Eagle3Config, Eagle3Head, LayerShape
+from bitdraft.speculators.eagle3 import Eagle3Config, Eagle3Head
+from bitdraft.speculators.eagle3_layer import LayerShape
 from bitdraft.speculators.vocab import DraftVocab
 
 MODEL_TYPE = "eagle3"
@@ -24,7 +25,8 @@ def is_this_format(config: dict[str, Any]) -> bool:
 
 def tensors(head: Eagle3Head) -> dict[str, Tensor]:
     """Every tensor of the checkpoint, floats in bf16."""
-    out = {name: weight.detach().to(torch.bfloat16) for name, weight in head.state_dict().items()}
+    out = {name: weight.detach().to(torch.bfloat16) for name, weight in head.named_parameters()}
+    out["fc.weight"] = head.folded_fc.to(torch.bfloat16)
     out["embed_tokens.weight"] = head.embedding_weight.detach().to(torch.bfloat16)
     if not head.vocab.is_full:
         out["d2t"], out["t2d"] = head.vocab.d2t, head.vocab.t2d
@@ -113,5 +115,6 @@ def load(config: dict[str, Any], weights: dict[str, Tensor], target: LowBitTarge
         vocab,
         target.embedding.weight.detach(),
     )
+    weights["capture_scale"] = head.capture_scale  # folded into fc
     head.load_state_dict(weights)
     return head

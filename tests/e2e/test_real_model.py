@@ -27,7 +27,9 @@ def run(*command: str, expect: int = 0) -> str:
 @pytest.fixture(scope="module")
 def few_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "few.jsonl"
-    path.write_text("\n".join(demo_file("train").read_text(encoding="utf-8").splitlines()[:12]) + "\n", encoding="utf-8")
+    path.write_text(
+        "\n".join(demo_file("train").read_text(encoding="utf-8").splitlines()[:12]) + "\n", encoding="utf-8"
+    )
     return path
 
 
@@ -65,7 +67,16 @@ def test_measuring_in_fp32_is_exactly_lossless(trained: Path, few_prompts: Path,
     out = tmp_path / "out.json"
     run(
         "scripts/measure_acceptance.py",
-        *("--target", "demo", "--target-quant", "mxfp4", "--heads", str(trained / "export"), "--data", str(few_prompts)),
+        *(
+            "--target",
+            "demo",
+            "--target-quant",
+            "mxfp4",
+            "--heads",
+            str(trained / "export"),
+            "--data",
+            str(few_prompts),
+        ),
         *("--draft-length", "3", "--max-new-tokens", "24", "--dtype", "float32", "--prompts", "6", "--check", "6"),
         *("--compile-quantizer", "off", "--out", str(out)),
     )
@@ -100,7 +111,9 @@ def test_the_converted_tokenizer_splits_digits_and_renders_chats(smollm2: Path) 
     ids = tokenizer("a  1234", add_special_tokens=False)["input_ids"]
     assert [tokenizer.decode([i]) for i in ids][-4:] == ["1", "2", "3", "4"]
     assert tokenizer.decode(ids) == "a  1234"
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 

@@ -1,0 +1,111 @@
+"""EAGLE-3's decoder layer: a Llama layer whose attention reads ``[embedding; state]``."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+# B sequence, T row (position), N attention head, D head dimension, H hidden.
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The decoder layer's shape, taken from the target; also what the export writes down."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_parameters: dict[str, Any]
+
+    @classmethod
+    def of_target(cls, config: Any) -> "LayerShape":
+        heads = config.num_attention_heads
+        return cls(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            rms_norm_eps=config.rms_norm_eps,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(config.rope_parameters),
+        )
+
+    def llama_config(self) -> LlamaConfig:
+        return LlamaConfig(**asdict(self), num_hidden_layers=1)
+
+
+class Norm(nn.RMSNorm):
+    """RMSNorm in the weight's dtype: fp32 masters keep it in fp32 under autocast, on the fused kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        width, queries = 2 * shape.hidden_size, shape.num_attention_heads * shape.head_dim
+        shared = shape.num_key_value_heads * shape.head_dim
+        self.q_proj = nn.Linear(width, queries, bias=False)
+        self.k_proj = nn.Linear(width, shared, bias=False)
+        self.v_proj = nn.Linear(width, shared, bias=False)
+        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
+
+
+class Mlp(nn.Module):
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """A Llama layer whose attention reads ``[embedding; state]``. Split in two halves around the attention itself."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.input_layernorm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)  # of the embedding half
+        self.hidden_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)  # of the state half
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.mlp = Mlp(shape)
+        self.rotary = LlamaRotaryEmbedding(shape.llama_config())
+
+    def inputs(self, embedded: Tensor, g: Tensor) -> Tensor:
+        """``[B, T, 2H]``: normed embedding and normed state, what attention reads."""
+        dtype = self.self_attn.q_proj.weight.dtype
+        return torch.cat([self.input_layernorm(embedded.to(dtype)), self.hidden_norm(g.to(dtype))], dim=-1)
+
+    def queries(self, u: Tensor, positions: Tensor) -> Tensor:
+        """Rotated queries ``[B, N, T, D]`` of rows at ``positions`` ``[B, T]``."""
+        return self._rotated(self._heads(self.self_attn.q_proj(u)), positions)
+
+    def keys_values(self, u: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values ``[B, N_kv, T, D]`` of rows at ``positions`` ``[B, T]``."""
+        return self._rotated(self._heads(self.self_attn.k_proj(u)), positions), self._heads(self.self_attn.v_proj(u))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = self.rotary(x, positions)
+        return apply_rotary_pos_emb(x, x, cos, sin)[0]
+
+    def finish(self, g: Tensor, attended: Tensor) -> Tensor:
+        """The rest of the layer after attention ``[B, N, T, D]``: the un-normed state ``[B, T, H]``."""
+        r = g + self.self_attn.o_proj(attended.transpose(1, 2).flatten(-2))
+        return r + self.mlp(self.post_attention_layernorm(r))

@@ -1,0 +1,87 @@
+"""A least-squares start for an EAGLE-3 head.
+
+A fresh head has to find out two things that are linear to first order: how the target's states at position ``t``
+map to its final state at ``t + 1``, and what the token in between adds. Both are fitted in closed form by ridge
+regression before the first step:
+
+    h_{t+1} / gain  ≈  A [captured states of t]  +  B RMS(e_{t+1})
+
+``A`` becomes ``fc``. ``B``, cut to the rank that the values have, becomes ``v_proj`` and ``o_proj``, and
+queries and keys of the embedding half start equal, so that a row attends mostly to itself and the values pass
+through.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from bitdraft.quant.target import TargetStates
+from bitdraft.speculators.eagle3_layer import DecoderLayer, LayerShape, Norm
+
+RIDGE = 1e-3  # of the mean diagonal
+SELF_SCORE = 5.6  # attention logit of a row with itself: e^5.6 outweighs a few hundred other rows
+SMALL = 0.1  # of the usual size: what should matter little at first
+
+
+@torch.no_grad()
+def least_squares_start(
+    fc: nn.Linear,
+    layer: DecoderLayer,
+    norm: Norm,
+    shape: LayerShape,
+    capture_scale: Tensor,
+    embedding: Tensor,
+    batches: Iterable[tuple[TargetStates, Tensor, Tensor]],
+) -> None:
+    """Set ``fc`` and the layer's attention from data; ``norm`` is the head's last, ``capture_scale`` ``[A]``.
+
+    ``batches``: target states, tokens ``[B, T]`` and the mask ``[B, T]`` of supervised positions. Needs one
+    ``[(A+1)H, (A+1)H]`` system in fp64.
+    """
+    width = shape.hidden_size
+    inputs = (len(capture_scale) + 1) * width
+    gram = torch.zeros(inputs, inputs, dtype=torch.float64, device=fc.weight.device)
+    cross = torch.zeros(inputs, width, dtype=torch.float64, device=gram.device)
+    for states, tokens, supervised in batches:
+        sequence, position = supervised.nonzero(as_tuple=True)
+        sequence, position = sequence[position > 0], position[position > 0]
+        captured = states.captured[sequence, position - 1].float() * capture_scale[:, None]  # [N, A, H] at t
+        token = layer.input_layernorm(embedding[tokens[sequence, position]].float())  # [N, H] of t + 1
+        x = torch.cat([captured.flatten(1), token], dim=1)
+        y = states.last_hidden[sequence, position].float() / norm.weight  # [N, H] at t + 1
+        gram += (x.T @ x).double()
+        cross += (x.T @ y).double()
+    gram += RIDGE * gram.diagonal().mean() * torch.eye(inputs, dtype=gram.dtype, device=gram.device)
+    solution = torch.linalg.solve(gram, cross).float().T  # [H, (A+1)H]
+    fc.weight.copy_(solution[:, :-width])
+    _attend_to_oneself(layer, shape)
+    _values_from(solution[:, -width:], layer, shape)
+    layer.mlp.down_proj.weight.mul_(SMALL)
+
+
+def _attend_to_oneself(layer: DecoderLayer, shape: LayerShape) -> None:
+    """Equal queries and keys of the embedding half: a row's score with itself stands out among unlike tokens."""
+    attention, width = layer.self_attn, shape.hidden_size
+    groups = shape.num_attention_heads // shape.num_key_value_heads
+    sigma = (SELF_SCORE / (shape.head_dim**0.5 * width)) ** 0.5
+    keys = torch.randn_like(attention.k_proj.weight[:, :width]) * sigma  # [N_kv D, H]
+    queries = keys.unflatten(0, (-1, shape.head_dim)).repeat_interleave(groups, dim=0).flatten(0, 1)  # [N D, H]
+    for projection, weight in ((attention.q_proj, queries), (attention.k_proj, keys)):
+        projection.weight[:, :width] = weight
+        projection.weight[:, width:] *= SMALL
+
+
+def _values_from(token_part: Tensor, layer: DecoderLayer, shape: LayerShape) -> None:
+    """Factor ``[H, H]`` through the values: ``o_proj · (heads repeated) · v_proj ≈ token_part``."""
+    attention, width = layer.self_attn, shape.hidden_size
+    groups = shape.num_attention_heads // shape.num_key_value_heads
+    left, singular, right = torch.linalg.svd(token_part, full_matrices=False)
+    rank = min(shape.num_key_value_heads * shape.head_dim, width)
+    root = singular[:rank].sqrt()
+    attention.v_proj.weight.zero_()
+    attention.v_proj.weight[:rank, :width] = root[:, None] * right[:rank]
+    into = torch.zeros(width, shape.num_key_value_heads * shape.head_dim, device=left.device)
+    into[:, :rank] = left[:, :rank] * root / groups  # every value is read by `groups` query heads
+    repeated = into.unflatten(1, (-1, shape.head_dim)).repeat_interleave(groups, dim=1).flatten(1)  # [H, N D]
+    attention.o_proj.weight.copy_(repeated)

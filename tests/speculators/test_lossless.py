@@ -1,0 +1,105 @@
+"""The check that drafts changed nothing: it must fail when they did."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bitdraft.quant.recipe import load_recipe
+from bitdraft.quant.target import LowBitTarget, load_target
+from bitdraft.speculators.base import DraftHead
+from bitdraft.speculators.decode import generate
+from bitdraft.speculators.lossless import Lossless, compare_with_plain, gap_and_noise
+
+Prompts = list[list[int]]
+
+
+def plain_answers(target: LowBitTarget, prompts: Prompts) -> Prompts:
+    done, _ = generate(target, None, prompts, draft_length=0, max_new_tokens=8, end_ids=set(), batch_size=len(prompts))
+    return [g.tokens for g in done]
+
+
+@pytest.fixture(scope="module")
+def few(prompts: Prompts) -> Prompts:
+    return prompts[:3]
+
+
+@pytest.fixture(scope="module")
+def plain(target: LowBitTarget, few: Prompts) -> Prompts:
+    return plain_answers(target, few)
+
+
+def compare(target: LowBitTarget, prompts: Prompts, drafted: Prompts, plain: Prompts) -> Lossless:
+    return compare_with_plain(target, ["a", "b", "c"], prompts, drafted, plain)
+
+
+def test_equal_answers_pass(target: LowBitTarget, few: Prompts, plain: Prompts) -> None:
+    assert compare(target, few, plain, plain) == Lossless(checked=3, excused=0, failures=())
+
+
+@pytest.mark.parametrize("at", [0, 3, 7])
+def test_a_wrong_token_fails_and_is_named(target: LowBitTarget, few: Prompts, plain: Prompts, at: int) -> None:
+    drafted = [list(answer) for answer in plain]
+    drafted[1][at] = (drafted[1][at] + 1) % 256
+    result = compare(target, few, drafted, plain)
+    assert (result.checked, result.excused, result.failed) == (3, 0, 1)
+    assert result.failures[0].startswith(f"b: token {at} differs")
+
+
+@pytest.mark.parametrize("longer", ["drafted", "plain"])
+def test_a_missing_tail_fails(target: LowBitTarget, few: Prompts, plain: Prompts, longer: str) -> None:
+    short = [plain[0], plain[1], plain[2][:5]]
+    result = compare(target, few, plain, short) if longer == "drafted" else compare(target, few, short, plain)
+    assert (result.excused, result.failed) == (0, 1)
+    assert result.failures[0].startswith("c: one answer ends after 5 tokens")
+
+
+def test_every_failing_prompt_is_listed(target: LowBitTarget, few: Prompts, plain: Prompts) -> None:
+    drafted = [[(t + 1) % 256 for t in plain[0]], plain[1], plain[2][:1]]
+    assert [f[0] for f in compare(target, few, drafted, plain).failures] == ["a", "c"]
+
+
+def test_bf16_excuses_a_near_tie_and_nothing_else(
+    load_rounded: Callable[[torch.dtype], LowBitTarget], few: Prompts
+) -> None:
+    target = load_rounded(torch.bfloat16)
+    plain = plain_answers(target, few)
+    states = target.states(torch.tensor([[*few[0], *plain[0][:4]]]))
+    second, last = target.logits(states.last_hidden[0, -1]).float().sort(descending=True).indices[[1, -1]].tolist()
+
+    far = [[*plain[0][:4], last], *plain[1:]]
+    result = compare(target, few, far, plain)
+    assert (result.excused, result.failed) == (0, 1), "far apart is no rounding, whatever the type"
+
+    with torch.no_grad():  # make the second choice's logit the first's, up to nothing
+        target.output_head.weight[second] = target.output_head.weight[plain[0][4]]
+    near = [[*plain[0][:4], second], *plain[1:]]
+    result = compare(target, few, near, plain)
+    assert (result.excused, result.failed) == (1, 0)
+
+
+@pytest.mark.parametrize(("preset", "dtype"), [("none", torch.bfloat16), ("mxfp4", torch.bfloat16)], ids=str)
+def test_rounding_alone_is_no_failure(
+    tiny_folder: Path, make_eagle3: Callable[..., DraftHead], preset: str, dtype: torch.dtype
+) -> None:
+    """The loop changes nothing in fp64 (test_decode.py), so whatever parts here is rounding and must be excused."""
+    target = load_target(str(tiny_folder), load_recipe(preset), dtype=dtype, compile_quantizer="off")
+    generator = torch.Generator().manual_seed(1)
+    asked = [[257, *torch.randint(0, 256, (2 + i,), generator=generator).tolist()] for i in range(48)]
+    shared: dict[str, Any] = {"max_new_tokens": 40, "end_ids": set()}
+    alone, _ = generate(target, None, asked, draft_length=0, batch_size=48, **shared)
+    helped, _ = generate(target, make_eagle3(target), asked, draft_length=3, batch_size=16, **shared)
+    names = [str(i) for i in range(len(asked))]
+    result = compare_with_plain(target, names, asked, [g.tokens for g in helped], [g.tokens for g in alone])
+    assert result.failures == ()
+
+
+def test_rounding_is_measured_where_the_answers_part(target: LowBitTarget, few: Prompts, plain: Prompts) -> None:
+    prefix = [*few[0], *plain[0][:2]]
+    logits = target.logits(target.states(torch.tensor([prefix])).last_hidden[0, -1])
+    top, second = logits.sort(descending=True).indices[:2].tolist()
+    gap, noise = gap_and_noise(target, prefix, top, second)
+    assert gap == pytest.approx(float(logits[top] - logits[second]), rel=1e-3)
+    assert 0 <= noise < 1e-4
