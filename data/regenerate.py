@@ -114,7 +114,7 @@ def on_policy_examples(
     them (target, recipe, prompts, settings), and read from there the next time. Raises ``ValueError`` for a
     prompt that leaves no room for its answer in the target's context.
     """
-    key = _cache_key(target, conversations, settings)
+    key = _cache_key(target, tokenizer, conversations, settings, end_ids)
     path = cache_dir / "answers" / f"{key}.jsonl" if cache_dir else None
     if path and path.is_file():
         return [_example(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -183,18 +183,21 @@ def _check_room(conversation: Conversation, prompt: int, answer: int, context: i
         )
 
 
-def _cache_key(target: LowBitTarget, conversations: Iterable[Conversation], settings: AnswerSettings) -> str:
+def _cache_key(
+    target: LowBitTarget,
+    tokenizer: Any,
+    conversations: Iterable[Conversation],
+    settings: AnswerSettings,
+    end_ids: set[int],
+) -> str:
+    """Everything that decides the answers, the rendered prompts included."""
     digest = hashlib.sha256()
-    facts = [
-        target.fingerprint,
-        target.recipe.fingerprint,
-        str(target.dtype),
-        settings.max_new_tokens,
-        settings.batch_size,
-    ]
-    digest.update(json.dumps(facts).encode())
+    model = [target.fingerprint, target.recipe.fingerprint, str(target.dtype)]
+    asked = [settings.max_new_tokens, settings.batch_size, sorted(end_ids)]
+    digest.update(json.dumps([model, asked, tokenizer.chat_template]).encode())
     for conversation in conversations:
-        digest.update(json.dumps([conversation.id, [m.as_dict() for m in conversation.messages]]).encode())
+        rendered = prompt_ids(tokenizer, conversation.messages)
+        digest.update(json.dumps([conversation.id, conversation.category, rendered]).encode())
     return digest.hexdigest()[:32]
 
 

@@ -95,6 +95,13 @@ class DraftHead(nn.Module, ABC):
     def draft(self, context: DraftContext, state: DraftState, k: int) -> Tensor:
         """``[B, k]`` target token ids that the head proposes after ``context``'s newest next token (greedy)."""
 
+    def placed(self, device: torch.device, dtype: torch.dtype) -> "DraftHead":
+        """Move to ``device`` and cast the parameters to ``dtype``; buffers (rotary frequencies) stay in fp32."""
+        self.to(device)
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return self
+
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         if self.vocab.is_full:
             return draft_ids

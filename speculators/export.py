@@ -53,10 +53,10 @@ def load_head(path: Path, target: LowBitTarget) -> DraftHead:
         if not file.is_file():
             raise ValueError(f"{path} holds no exported head: {file.name} is missing")
     _check_manifest(path)
+    described = _json_object(config_path)
     try:
-        described = json.loads(config_path.read_text(encoding="utf-8"))
         weights = load_file(weights_path)
-    except (json.JSONDecodeError, SafetensorError) as error:
+    except SafetensorError as error:
         raise ValueError(f"the head in {path} is damaged: {error}") from error
     layout = next((f for f in FORMATS.values() if f.is_this_format(described)), None)
     if layout is None:
@@ -72,19 +72,31 @@ def load_head(path: Path, target: LowBitTarget) -> DraftHead:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     head.fits(target)
-    return head.to(target.device, target.dtype).eval().requires_grad_(False)
+    return head.placed(target.device, target.dtype).eval().requires_grad_(False)
 
 
 def recipe_of_head(path: Path) -> dict[str, Any]:
     """What the export says it was trained against (``recipe``, ``recipe_fingerprint``, ``target_fingerprint``)."""
-    content = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    return dict(content.get("bitdraft", {}))
+    return dict(_json_object(path / "config.json").get("bitdraft", {}))
 
 
 def _check_manifest(path: Path) -> None:
     manifest = path / "manifest.json"
     if not manifest.is_file():
         return  # a head that was not exported here
-    for name, expected in json.loads(manifest.read_text(encoding="utf-8"))["sha256"].items():
+    sums = _json_object(manifest).get("sha256")
+    if not isinstance(sums, dict) or set(sums) != {"model.safetensors", "config.json"}:
+        raise ValueError(f"the head in {path} is damaged: manifest.json does not hold both sums")
+    for name, expected in sums.items():
         if sha256_of(path / name) != expected:
             raise ValueError(f"the head in {path} is damaged: {name} has another sha256 than manifest.json says")
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise ValueError(f"the head in {file.parent} is damaged: {file.name} is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"the head in {file.parent} is damaged: {file.name} holds no JSON object")
+    return content

@@ -5,11 +5,13 @@ and moments as they are), ``rng.safetensors`` and ``checkpoint.json`` (step, sha
 written under a temporary name and renamed. Resuming takes the newest one whose sums hold.
 """
 
+import hashlib
 import json
 import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,7 +36,7 @@ def save_checkpoint(folder: Path, step: int, head: nn.Module, optimizer: torch.o
         save_file(_optimizer_tensors(head, optimizer), fresh / "optimizer.safetensors")
         save_file(_rng_tensors(), fresh / "rng.safetensors")
         sums = {name: sha256_of(fresh / name) for name in _TENSOR_FILES}
-        content = {"version": 1, "step": step, "sha256": sums}
+        content = _sealed({"version": 1, "step": step, "sha256": sums})
         (fresh / "checkpoint.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
@@ -73,15 +75,24 @@ def checkpoints(folder: Path) -> list[Path]:
 def _damage(path: Path) -> str | None:
     """Why a checkpoint cannot be trusted, or ``None``."""
     try:
-        sums = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))["sha256"]
-    except (OSError, json.JSONDecodeError, KeyError) as error:
+        content = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # missing, not JSON or not UTF-8
         return f"checkpoint.json: {type(error).__name__}"
+    if not isinstance(content, dict) or content != _sealed({k: v for k, v in content.items() if k != "seal"}):
+        return "checkpoint.json has another seal"
+    sums = content["sha256"]
     for name in _TENSOR_FILES:
         if not (path / name).is_file():
             return f"{name} is missing"
         if sha256_of(path / name) != sums.get(name):
             return f"{name} has another sha256"
     return None
+
+
+def _sealed(content: dict[str, Any]) -> dict[str, Any]:
+    """``content`` with the sha256 of itself: a description that was changed is noticed like any other file."""
+    text = json.dumps(content, sort_keys=True)
+    return {**content, "seal": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

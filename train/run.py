@@ -49,9 +49,16 @@ class Finished:
     acceptance: Path
 
     def is_whole(self, config: RunConfig) -> bool:
-        """Whether the run has nothing left to do."""
-        exported = (self.export / "manifest.json").is_file()
-        return exported and (self.acceptance.is_file() or not config.acceptance.draft_lengths)
+        """Whether the run has nothing left to do: exported, measured as asked, and no answer found to differ."""
+        if not (self.export / "manifest.json").is_file():
+            return False
+        if not config.acceptance.draft_lengths:
+            return True
+        if not self.acceptance.is_file():
+            return False
+        measured = json.loads(self.acceptance.read_text(encoding="utf-8"))
+        failed = sum(r["lossless_failed"] for r in measured["results"])
+        return measured["settings"] == to_plain(config.acceptance) and failed == 0
 
 
 def run(config: RunConfig, environment: Environment) -> Finished:
@@ -242,6 +249,7 @@ def _export_and_measure(
     )
     print(acceptance.table(results))
     document = acceptance.document(target, str(out.export), prompts, results)
+    document["settings"] = to_plain(measured)
     write_text_atomically(out.acceptance, json.dumps(document, indent=2) + "\n")
     acceptance.require_lossless(results)
     print(f"head: {out.export}\nacceptance: {out.acceptance}")

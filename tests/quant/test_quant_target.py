@@ -73,8 +73,9 @@ def test_states_are_the_hidden_states_of_transformers(tiny_folder: Path, tiny_ta
     torch.testing.assert_close(target.logits(states.last_hidden), expected.logits)
 
 
-def test_states_without_capture_keep_nothing(tiny_target: Get) -> None:
+def test_capturing_leaves_no_trace(tiny_target: Get) -> None:
     target = tiny_target("none")
+    target.states(tokens(2, 5), capture=(1, 2))
     states = target.states(tokens(2, 5))
     assert states.captured.shape[:3] == (2, 5, 0)
     assert not any(m._forward_pre_hooks for m in target.model.modules())

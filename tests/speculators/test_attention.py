@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bitdraft.speculators.eagle3 import training_time_test_attention
+from bitdraft.speculators.attention import training_time_test_attention
 
 # B sequence, N query head, G key head, T position, R wanted row, D head dimension.
 B, N, G, T, D = 2, 4, 2, 6, 8

@@ -132,12 +132,17 @@ def test_chosen_rows_are_the_same_as_among_all_rows(target: LowBitTarget, make_e
         torch.testing.assert_close(few[:, b], full[:, b, some[b]], rtol=1e-5, atol=1e-5)
 
 
-def test_every_weight_is_trained_and_none_is_the_target_s(target: LowBitTarget, make_eagle3: MakeEagle3) -> None:
-    head = make_eagle3(target, size=96, steps=2)
+@pytest.mark.parametrize("train_output", [False, True])
+def test_the_target_s_weights_are_never_trained(
+    target: LowBitTarget, make_eagle3: MakeEagle3, train_output: bool
+) -> None:
+    head = make_eagle3(target, size=96, steps=2, train_output=train_output)
     borrowed = {target.embedding.weight.data_ptr(), target.output_head.weight.data_ptr()}
     assert not borrowed & {p.data_ptr() for p in head.parameters()}
-    assert all(p.requires_grad for p in head.parameters())
     assert not [name for name in head.state_dict() if "embed" in name]
+    trained = {name for name, p in head.named_parameters() if p.requires_grad}
+    everything = {name for name, _ in head.named_parameters()}
+    assert everything - trained == (set() if train_output else {"lm_head.weight"})
     frozen = [target.embedding.weight.clone(), target.output_head.weight.clone()]
 
     optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
@@ -145,7 +150,7 @@ def test_every_weight_is_trained_and_none_is_the_target_s(target: LowBitTarget, 
     states = target.states(tokens, capture=head.capture_layers)
     outputs = head(states, tokens, torch.tensor([[1, 2, 3]]))
     linear(outputs, head.output_weight).logsumexp(-1).sum().backward()
-    assert [name for name, p in head.named_parameters() if p.grad is None or not p.grad.any()] == []
+    assert {name for name, p in head.named_parameters() if p.grad is not None and p.grad.any()} == trained
     optimizer.step()
     assert target.embedding.weight.grad is None
     assert torch.equal(target.embedding.weight, frozen[0])

@@ -38,7 +38,9 @@ UNUSUAL = RunConfig(
     tracker="none",
     trust_remote_code=True,
     answers=AnswersConfig(source="file", quant="none", max_new_tokens=7, batch_size=3),
-    eagle3=Eagle3Config(steps=2, step_decay=0.95, draft_vocab_size=1000, capture_layers=(1, 5)),
+    eagle3=Eagle3Config(
+        steps=2, step_decay=0.95, draft_vocab_size=1000, capture_layers=(1, 5), train_output=True, start="random"
+    ),
     medusa=MedusaConfig(heads=4, blocks=2, own_output=True),
     optim=OptimConfig(steps=9, batch_size=2, lr=1e-5, warmup=0.25, weight_decay=0.1, betas=(0.8, 0.999), clip=2.0),
     checkpoint=CheckpointConfig(every=3, keep=4),

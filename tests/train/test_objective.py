@@ -44,7 +44,9 @@ def make_head(target: LowBitTarget, kind: str) -> DraftHead:
             torch.nn.init.normal_(weight, std=0.3)
         return head
     half = DraftVocab(torch.arange(0, target.vocab_size, 2), target.vocab_size)
-    return Eagle3Head.from_target(Eagle3Config(steps=K), target, half if kind == "eagle3 half" else full)
+    if kind == "eagle3":
+        return Eagle3Head.from_target(Eagle3Config(steps=K), target, full)
+    return Eagle3Head.from_target(Eagle3Config(steps=K, train_output=True), target, half)
 
 
 def supervise(target: LowBitTarget, head: DraftHead, examples: list[Example], mode: Any = "online") -> Supervision:
@@ -100,7 +102,7 @@ def test_the_loss_is_that_of_a_loop_over_rows_and_steps(target: LowBitTarget, ki
     all_rows, few_rows = everywhere(supervision), wanted_rows(supervision, K)
     outputs = head(supervision.states, supervision.batch.tokens, all_rows)
     oracle = Oracle(target, head, examples, outputs, [w / divisor for w in weights.tolist()])
-    parameters = list(head.parameters())
+    parameters = [p for p in head.parameters() if p.requires_grad]
     expected = torch.autograd.grad(oracle.loss, parameters)
     for rows in (all_rows, few_rows):
         outputs = head(supervision.states, supervision.batch.tokens, rows)
