@@ -43,13 +43,15 @@ def least_squares_start(
     inputs = (len(capture_scale) + 1) * width
     gram = torch.zeros(inputs, inputs, dtype=torch.float64, device=fc.weight.device)
     cross = torch.zeros(inputs, width, dtype=torch.float64, device=gram.device)
+    dead = norm.weight.abs() < 1e-3 * norm.weight.abs().mean()  # channels that the final norm shuts off
+    gain_inverse = torch.where(dead, 0.0, 1.0 / norm.weight)
     for states, tokens, supervised in batches:
         sequence, position = supervised.nonzero(as_tuple=True)
         sequence, position = sequence[position > 0], position[position > 0]
         captured = states.captured[sequence, position - 1].float() * capture_scale[:, None]  # [N, A, H] at t
         token = layer.input_layernorm(embedding[tokens[sequence, position]].float())  # [N, H] of t + 1
         x = torch.cat([captured.flatten(1), token], dim=1)
-        y = states.last_hidden[sequence, position].float() / norm.weight  # [N, H] at t + 1
+        y = states.last_hidden[sequence, position].float() * gain_inverse  # [N, H] at t + 1
         gram += (x.T @ x).double()
         cross += (x.T @ y).double()
     gram += RIDGE * gram.diagonal().mean() * torch.eye(inputs, dtype=gram.dtype, device=gram.device)

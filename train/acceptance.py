@@ -14,7 +14,7 @@ from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.decode import Generation, Seconds, generate
 from bitdraft.speculators.lossless import Lossless, compare_with_plain
 from bitdraft.speculators.metrics import Acceptance, length_interval, total
-from bitdraft.train.environment import machine_facts
+from bitdraft.train.environment import RunFailed, machine_facts
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,10 @@ def table(results: Sequence[Measured]) -> str:
 
 
 def require_lossless(results: Sequence[Measured]) -> None:
-    """``RuntimeError`` naming the first prompt whose answer differs from plain decoding without excuse."""
+    """``RunFailed`` naming the first prompt whose answer differs from plain decoding without excuse."""
     for m in results:
         if m.lossless.failures:
-            raise RuntimeError(f"draft length {m.draft_length} is not lossless: {m.lossless.failures[0]}")
+            raise RunFailed(f"draft length {m.draft_length} is not lossless: {m.lossless.failures[0]}")
 
 
 def set_name(paths: Sequence[Path]) -> str:

@@ -22,7 +22,7 @@ def parse(config_class: type[Config], arguments: Sequence[str]) -> Config:
 
     Raises ``ValueError`` for a bad file; bad flags end the program with tyro's message and exit code 2.
     """
-    rest = list(arguments)
+    rest = [part for a in arguments for part in (a.split("=", 1) if a.startswith("--config=") else [a])]
     flags: list[str] = []
     while "--config" in rest:
         at = rest.index("--config")

@@ -49,15 +49,23 @@ def default_dtype(device: str) -> torch.dtype:
     return torch.bfloat16 if device != "cpu" or fast else torch.float32
 
 
+class RunFailed(RuntimeError):
+    """A run that ended with a result nobody should use: a loss that is not finite, an answer that differs."""
+
+
 def stop_cleanly(main: Callable[[], None]) -> None:
-    """Run ``main``; a user's mistake (``ValueError``) becomes one sentence and exit code 2, Ctrl-C exit code 130."""
+    """Run ``main``; what a person has to know becomes one sentence instead of a traceback.
+
+    Exit code 2 for a mistake of the user (``ValueError``) or of the machine (``OSError``: a full disk, a missing
+    permission), 1 for a failed run, 130 for Ctrl-C. ``BITDRAFT_DEBUG=1`` shows the traceback.
+    """
     try:
         main()
-    except ValueError as error:
+    except (ValueError, OSError, RunFailed, KeyboardInterrupt) as error:
         if os.environ.get("BITDRAFT_DEBUG"):
             raise
+        if isinstance(error, KeyboardInterrupt):
+            print(f"\n{error or 'stopped by the user'}", file=sys.stderr)
+            sys.exit(130)
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("\nstopped by the user", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(1 if isinstance(error, RunFailed) else 2)

@@ -4,7 +4,6 @@ Every rank takes its share of each step's batches; sums are divided by the super
 step, over all ranks, so that the gradient does not depend on how the step is cut.
 """
 
-import json
 import math
 import signal
 import sys
@@ -25,6 +24,7 @@ from bitdraft.quant.target import LowBitTarget, TargetStates
 from bitdraft.speculators.base import DraftHead
 from bitdraft.train.checkpoint import resume_newest, save_checkpoint
 from bitdraft.train.config import OptimConfig, RunConfig
+from bitdraft.train.environment import RunFailed
 from bitdraft.train.journal import Journal
 from bitdraft.train.losses import step_weights
 from bitdraft.train.objective import objective, wanted_rows
@@ -56,7 +56,7 @@ def train(
 ) -> DraftHead:
     """Train ``head`` on ``examples`` and return it; checkpoints, metrics and tracker files go to ``folder``.
 
-    Raises ``Interrupted`` after a signal (the checkpoint is written first) and ``RuntimeError`` for a loss that is not
+    Raises ``Interrupted`` after a signal (the checkpoint is written first) and ``RunFailed`` for a loss that is not
     finite, naming the step, the batch and the newest checkpoint.
     """
     optim, rank, ranks = config.optim, accelerator.process_index, accelerator.num_processes
@@ -99,7 +99,7 @@ def train(
             norm = accelerator.clip_grad_norm_(trained, optim.clip)
             loss = float(accelerator.reduce(result.loss.detach(), "sum"))
             if not (math.isfinite(loss) and math.isfinite(float(norm))):
-                raise RuntimeError(
+                raise RunFailed(
                     f"step {step + 1}: the loss ({loss}) or gradient is not finite, in the batch of "
                     f"{', '.join(supervision.batch.ids)}; newest checkpoint: {checkpoint or 'none'}"
                 )
@@ -202,8 +202,3 @@ def _stop_requests() -> Iterator[_Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All lines of a run's ``metrics.jsonl``."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

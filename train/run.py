@@ -27,7 +27,7 @@ from bitdraft.data.sources import Conversation, demo_file, read_conversations
 from bitdraft.quant.files import write_text_atomically
 from bitdraft.quant.recipe import Recipe, load_recipe
 from bitdraft.quant.target import LowBitTarget, load_target, load_tokenizer
-from bitdraft.speculators.base import DraftHead
+from bitdraft.speculators.base import DraftHead, check_layers
 from bitdraft.speculators.eagle3 import Eagle3Config
 from bitdraft.speculators.export import export_head, load_head
 from bitdraft.speculators.registry import HEADS
@@ -87,6 +87,7 @@ def run(config: RunConfig, environment: Environment) -> Finished:
         f"{accelerator.device}, quantizer {'compiled' if target.applied.quantizer.compiled else 'eager'}\n"
         f"{target.applied.summary()}"
     )
+    _check_head_settings(config, target)
     with accelerator.main_process_first():  # the others read the answers from the cache
         examples = _examples(
             config, environment, accelerator, name, dtype, text_recipe, target, tokenizer, conversations
@@ -197,6 +198,18 @@ def _examples(
     return examples
 
 
+def _check_head_settings(config: RunConfig, target: LowBitTarget) -> None:
+    """Refuse what can never fit this target before the answers are written."""
+    settings = getattr(config, config.head)
+    if isinstance(settings, Eagle3Config):
+        check_layers(settings.capture_layers or (), target)
+        size = settings.draft_vocab_size or 0
+        if size > target.vocab_size:
+            raise ValueError(
+                f"eagle3.draft_vocab_size {size} exceeds the target's vocabulary of {target.vocab_size}: lower it"
+            )
+
+
 def _make_head(
     config: RunConfig, target: LowBitTarget, tokenizer: Any, examples: list[Example], accelerator: Accelerator
 ) -> DraftHead:
@@ -204,7 +217,7 @@ def _make_head(
     settings = getattr(config, config.head)
     if isinstance(settings, Eagle3Config):
         size = settings.draft_vocab_size or default_draft_size(target.vocab_size)
-        written = [torch.tensor(e.answer) for e in examples]
+        written = [torch.tensor(e.answer, dtype=torch.int64) for e in examples]
         special = {*tokenizer.all_special_ids, *end_of_turn_ids(target.model, tokenizer)}
         vocab = DraftVocab.most_frequent(written, size, target.vocab_size, special)
         share = f"{len(vocab):,} of {target.vocab_size:,} tokens"

@@ -17,7 +17,8 @@ from bitdraft.train.checkpoint import checkpoints
 from bitdraft.train.config import AcceptanceConfig, AnswersConfig, CheckpointConfig, OptimConfig, RunConfig
 from bitdraft.train.config_io import from_plain
 from bitdraft.train.environment import Environment
-from bitdraft.train.loop import learning_rate, read_metrics
+from bitdraft.train.journal import read_metrics
+from bitdraft.train.loop import learning_rate
 from bitdraft.train.run import run
 
 MakeConfig = Callable[..., RunConfig]
