@@ -101,6 +101,8 @@ def _choose(model: nn.Module, recipe: Recipe) -> tuple[dict[str, Rule], dict[str
             else:
                 left_alone[name] = f"rule {rule.modules!r}" if rule else "no rule matches"
         elif wanted:
+            if any(tensor.ndim == 2 for tensor in module.parameters(recurse=False)):
+                left_alone[name] = f"{type(module).__name__} is not a linear layer"
             stacked = [p for p, tensor in module.named_parameters(recurse=False) if tensor.ndim == 3]
             if stacked:
                 raise ValueError(
@@ -148,6 +150,8 @@ def _input_scales(
     for members in groups:
         if members[0] in static:
             shared = nvfp4_global_scale(torch.stack([largest[name] for name in members]).amax())
+            if not torch.isfinite(shared):
+                raise ValueError(f"module {members[0]}: the calibration text makes inputs that are not finite")
             scales |= dict.fromkeys(members, shared)
     return scales
 

@@ -49,7 +49,8 @@ def row_scale(amax: Tensor, scheme: Scheme) -> Tensor:
     scale = amax / scheme.element.max
     if scheme.scale == "amax-floored":
         return scale.clamp(min=_FP8_TOKEN_SMALLEST_SCALE)
-    return torch.where(scale == 0, torch.ones_like(scale), scale)
+    # A subnormal scale is too coarse to keep amax / scale within the range.
+    return torch.where(amax == 0, torch.ones_like(scale), scale.clamp(min=torch.finfo(torch.float32).tiny))
 
 
 def e8m0_scale(amax: Tensor, scheme: Scheme) -> Tensor:
@@ -74,8 +75,12 @@ def e8m0_scale(amax: Tensor, scheme: Scheme) -> Tensor:
 
 
 def nvfp4_global_scale(amax: Tensor) -> Tensor:
-    """NVFP4's fp32 *encode* scale ``2688 / amax`` (compressed-tensors' ``weight_global_scale``); 1 for zeros."""
-    return torch.where(amax > 0, _NVFP4_RANGE / amax, torch.ones_like(amax))
+    """NVFP4's fp32 *encode* scale ``2688 / amax`` (compressed-tensors' ``weight_global_scale``).
+
+    1 for zeros and for what is so small (below 8e-36) that the quotient overflows; NaN stays NaN.
+    """
+    smallest = _NVFP4_RANGE / torch.finfo(torch.float32).max
+    return torch.where(amax <= smallest, torch.ones_like(amax), _NVFP4_RANGE / amax)
 
 
 def quantize(x: Tensor, scheme: Scheme, *, global_scale: Tensor | None = None) -> Quantized:

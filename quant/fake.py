@@ -49,5 +49,5 @@ def fake_quantize(
     with torch.no_grad():
         y = dequantize(quantize(x, scheme, global_scale=global_scale)).to(x.dtype)
         limit = saturates_above(scheme, global_scale) if clip_gradient else None
-        passes = None if limit is None else x.abs() <= limit
+        passes = None if limit is None else x.abs().float() <= limit
     return straight_through(x, y, passes)

@@ -7,7 +7,7 @@ v (or gate and up) do the work once.
 The product follows the engines' order: products of unscaled values are accumulated in fp32, then scaled,
 then rounded. In fp32 that is what happens here. In bf16 the matrix product rounds its result to bf16 once
 *before* the outer scale is applied (PyTorch's CPU kernels return no fp32 from bf16 inputs): one more
-rounding of 2^-9 than the engine's for formats that have an outer scale (FP8, NVFP4), none for MX formats.
+rounding of at most 2^-8 than the engine's for formats that have an outer scale (FP8, NVFP4), none for MX formats.
 """
 
 from collections.abc import Callable
@@ -42,6 +42,17 @@ def rescale_(y: Tensor, outer_activation: Tensor | None, outer_weight: Tensor | 
     y.copy_(scaled)
 
 
+_WORTH_COMPILING = 2**16
+"""Elements below which calling a compiled kernel (0.1 to 0.2 ms) costs more than it saves; the bits are the same."""
+
+
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compile`` that fails instead of falling back to eager when it has recompiled too often."""
+    # All schemes are one code object to dynamo: dtypes and single rows of each need more than its default of 8.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(function, dynamic=True, fullgraph=True)
+
+
 class ActivationQuantizer:
     """Quantizes activations for the layers of one model, each distinct input once.
 
@@ -51,7 +62,7 @@ class ActivationQuantizer:
     def __init__(self, compiled: bool) -> None:
         self.compiled = compiled
         self.quantizations = 0  # how often work was really done: what the sharing test counts
-        self.rescale_ = torch.compile(rescale_, dynamic=True) if compiled else rescale_
+        self._compiled_rescale = _compile(rescale_) if compiled else rescale_
         self._functions: dict[Scheme, Callable[[Tensor, Tensor, Tensor | None], Tensor | None]] = {}
         self._scratch = torch.empty(0)
         self._last: tuple[Tensor, int, Scheme, Tensor | None] | None = None
@@ -62,21 +73,24 @@ class ActivationQuantizer:
 
         The values lie in a buffer that the next different input overwrites: use them at once.
         """
-        last = self._last
-        if (
-            last is None
-            or last[0] is not x
-            or last[1] != x._version
-            or last[2] is not scheme
-            or last[3] is not global_scale
-        ):
+        if self._result is None or not self._is_last(x, scheme, global_scale):
             self.quantizations += 1
             rows = x.detach().reshape(-1, x.shape[-1])
             values = self._buffer_like(rows)
-            self._result = values, self._function(scheme)(values, rows, global_scale)
-            self._last = (x, x._version, scheme, global_scale)
-        assert self._result is not None
+            self._result = values, self._function(scheme, rows)(values, rows, global_scale)
+            self._last = None if x.is_inference() else (x, x._version, scheme, global_scale)
         return self._result
+
+    def _is_last(self, x: Tensor, scheme: Scheme, global_scale: Tensor | None) -> bool:
+        """Whether this very tensor, unchanged, was quantized last. Inference tensors keep no count of changes."""
+        last = self._last
+        return (
+            last is not None
+            and last[0] is x
+            and last[1] == x._version
+            and last[2] is scheme
+            and last[3] is global_scale
+        )
 
     def _buffer_like(self, rows: Tensor) -> Tensor:
         """Memory that stays: on CPU, fresh pages for every input cost as much as the quantization itself."""
@@ -88,11 +102,17 @@ class ActivationQuantizer:
             self._scratch = torch.empty(rows.numel(), dtype=rows.dtype, device=rows.device)
         return self._scratch[: rows.numel()].view(rows.shape)
 
-    def _function(self, scheme: Scheme) -> Callable[[Tensor, Tensor, Tensor | None], Tensor | None]:
+    def _function(self, scheme: Scheme, rows: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Tensor | None]:
+        if not self.compiled or rows.numel() < _WORTH_COMPILING:
+            return partial(quantize_into, scheme=scheme)
         if scheme not in self._functions:
-            function = partial(quantize_into, scheme=scheme)
-            self._functions[scheme] = torch.compile(function, dynamic=True) if self.compiled else function
+            self._functions[scheme] = _compile(partial(quantize_into, scheme=scheme))
         return self._functions[scheme]
+
+    def rescale_(self, y: Tensor, outer_activation: Tensor | None, outer_weight: Tensor | None) -> None:
+        """``rescale_``, compiled where it pays."""
+        function = rescale_ if y.numel() < _WORTH_COMPILING else self._compiled_rescale
+        function(y, outer_activation, outer_weight)
 
     def forget(self) -> None:
         """Drop the remembered input, so that its memory can be freed."""
@@ -106,7 +126,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: "LowBitLinear") -> Tensor:
         ctx.layer = layer
         limit = layer.saturates_above
-        ctx.passes = None if limit is None else x.abs() <= limit
+        ctx.passes = None if limit is None else x.abs().float() <= limit
         return layer.product(x)
 
     @staticmethod
@@ -142,6 +162,8 @@ class LowBitLinear(nn.Module):
         if ``K`` does not divide into blocks or the weight holds NaN or infinity.
         """
         super().__init__()
+        if activations is not None and activations.has_global_scale and input_global_scale is None:
+            raise ValueError(f"activations in {activations.name} need a static scale from calibration")
         if not torch.isfinite(source.weight).all():
             raise ValueError("the weight holds NaN or infinity")
         q = quantize(source.weight.detach(), weights, global_scale=weight_global_scale)
@@ -170,10 +192,12 @@ class LowBitLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and x.requires_grad:
-            return _Product.apply(x, self)
-        with torch.no_grad():
-            return self.product(x)
+        # Autocast would compute an fp32 target in bf16: its dtype is a choice that was made at load.
+        with torch.autocast(x.device.type, enabled=False):
+            if torch.is_grad_enabled() and x.requires_grad:
+                return _Product.apply(x, self)
+            with torch.no_grad():
+                return self.product(x)
 
     def extra_repr(self) -> str:
         activations = self.activations.name if self.activations else "as they come"

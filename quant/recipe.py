@@ -119,15 +119,19 @@ def _recipe_from_yaml(path: Path) -> Recipe:
         raise ValueError(f"recipe file {path} does not exist")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"recipe file {path} is not YAML: {str(error).splitlines()[0]}") from error
     if not isinstance(content, dict) or not isinstance(content.get("rules"), list):
         raise ValueError(f"recipe file {path} needs a list under 'rules'")
+    if unknown := set(content) - {"name", "rules"}:
+        raise ValueError(f"recipe file {path}: unknown key {sorted(map(str, unknown))[0]!r} (there are: name, rules)")
     rules = []
     for number, entry in enumerate(content["rules"], start=1):
         keys = {"modules", "weights", "activations"}
         if not isinstance(entry, dict) or "modules" not in entry or set(entry) - keys:
             raise ValueError(f"recipe file {path}, rule {number}: the keys are {', '.join(sorted(keys))}")
+        if not all(isinstance(v, str) or (v is None and k != "modules") for k, v in entry.items()):
+            raise ValueError(f"recipe file {path}, rule {number}: patterns and formats are text")
         rule = Rule(**entry)
         try:
             _ = rule.weight_scheme, rule.activation_scheme

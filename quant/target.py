@@ -203,19 +203,22 @@ def calibration_ids(tokenizer: Any) -> list[Tensor]:
     return [torch.tensor([tokenizer(p, add_special_tokens=False)["input_ids"]]) for p in paragraphs]
 
 
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
+
+
 def fingerprint_of(model: nn.Module) -> str:
     """16 hex digits over the architecture and a sample of every weight: equal for equal models anywhere.
 
     Samples (64 values per tensor) instead of all bytes, so that an 8B model costs a moment.
     """
-    digest = hashlib.sha256()
-    shape_keys = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    digest.update(json.dumps([getattr(model.config, k, None) for k in shape_keys]).encode())
+    described = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_THE_MODEL}
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
     for name, weight in sorted(model.named_parameters()):
         flat = weight.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // 64)][:64].float().cpu().contiguous()
+        # Steps of a large prime wander over all rows and columns.
+        index = torch.arange(64, device=flat.device) * 1_000_003 % flat.numel()
         digest.update(f"{name}{tuple(weight.shape)}".encode())
-        digest.update(sample.numpy().tobytes())
+        digest.update(flat[index].float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -260,6 +263,8 @@ def _check_logits(target: LowBitTarget) -> None:
     ids = torch.arange(8, device=target.device)[None] % target.vocab_size
     expected = target.model(input_ids=ids, use_cache=False).logits
     computed = target.logits(target.states(ids).last_hidden)
+    if not torch.isfinite(expected).all():
+        raise ValueError(f"{target.name} computes NaN or infinity: a damaged checkpoint, or a recipe it cannot bear")
     if not torch.allclose(expected.float(), computed.float(), rtol=1e-2, atol=1e-2):
         raise ValueError(
             f"{target.name}: {type(target.model).__name__} changes its logits after the output head in a way "

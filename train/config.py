@@ -24,7 +24,7 @@ class AnswersConfig:
     """Recipe of the target that writes the answers, if it is not `--target-quant`."""
     max_new_tokens: int = 128
     """Longest answer."""
-    batch_size: int = 96
+    batch_size: int = 128
     """Prompts answered at once."""
 
     def __post_init__(self) -> None:
