@@ -142,6 +142,9 @@ def _input_scales(
         return {}
     if not calibration:
         raise ValueError("this recipe has static activation scales and needs calibration text")
+    for name in chosen:  # else a damaged weight would be blamed on the inputs it spoils
+        if not torch.isfinite(model.get_parameter(f"{name}.weight")).all():
+            raise ValueError(f"module {name}: the weight holds NaN or infinity")
     largest: dict[str, Tensor] = {}
     with _watching_inputs(model, static, largest), torch.no_grad():
         for ids in calibration:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo import config, reset
 from torch._dynamo.utils import counters
 
+from bitdraft.quant import linear
 from bitdraft.quant.linear import ActivationQuantizer, LowBitLinear
 from bitdraft.quant.schemes import FP8_CHANNEL, FP8_TOKEN, MXFP4_RCEIL, NVFP4_KERNEL, Scheme
 from bitdraft.quant.target import can_compile
@@ -20,10 +21,11 @@ K = 96
 
 
 @pytest.fixture
-def _compiler() -> Iterator[None]:
-    """A compiler without memory of other tests, which would rather fail than fall back to eager."""
+def _compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A compiler without memory of other tests, used for the smallest input, which would rather fail than fall back."""
     if not can_compile():
         pytest.skip("no C++ compiler on the PATH")
+    monkeypatch.setattr(linear, "_WORTH_COMPILING", 0)
     reset()
     with config.patch(fail_on_recompile_limit_hit=True):
         yield
