@@ -211,7 +211,8 @@ def fingerprint_of(model: nn.Module) -> str:
 
     Samples (64 values per tensor) instead of all bytes, so that an 8B model costs a moment.
     """
-    described = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_THE_MODEL}
+    config: Any = model.config
+    described = {k: v for k, v in config.to_dict().items() if k not in _NOT_THE_MODEL}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
     for name, weight in sorted(model.named_parameters()):
         flat = weight.detach().reshape(-1)
