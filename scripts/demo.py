@@ -48,9 +48,9 @@ class Options:
     """The low-bit recipe that is compared with bf16."""
     output_dir: Path = Path("runs/demo")
     seed: int = 0
-    answer_tokens: int = 128
+    answer_tokens: int = 96
     """Longest training answer."""
-    eagle3: OptimConfig = field(default_factory=lambda: OptimConfig(steps=120))
+    eagle3: OptimConfig = field(default_factory=lambda: OptimConfig(steps=100))
     medusa: OptimConfig = field(default_factory=lambda: OptimConfig(steps=40, lr=2e-3))
     draft_vocab_size: int = 4096
     measured: AcceptanceConfig = field(default_factory=lambda: AcceptanceConfig(prompts=40, max_new_tokens=48, check=4))
