@@ -19,6 +19,7 @@ from tqdm import tqdm
 from bitdraft.data.chat import Example, prompt_ids
 from bitdraft.data.sources import Conversation, Message
 from bitdraft.quant.files import write_text_atomically
+from bitdraft.quant.kv_cache import WORTH_DROPPING
 from bitdraft.quant.target import LowBitTarget
 
 Report = Callable[[int, int], None]
@@ -36,7 +37,7 @@ def greedy_answers(
 ) -> list[list[int]]:
     """The target's greedy continuation of every prompt, the end-of-turn token included, in the given order.
 
-    Longest prompts first, similar lengths together; a row leaves the batch when its answer ends.
+    Longest prompts first, similar lengths together; rows whose answer ended leave the batch together.
     """
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     answers: list[list[int]] = [[] for _ in prompts]
@@ -65,23 +66,26 @@ def _answer_batch(
         right_padded([prompts[i] for i in rows]).to(device), cache=cache, lengths=torch.zeros_like(lengths)
     )
     last = states.last_hidden[torch.arange(len(rows), device=device), lengths - 1]  # [B, H]
-    for _ in range(max_new_tokens):
+    going = torch.ones_like(lengths, dtype=torch.bool)  # [B]
+    for written in range(1, max_new_tokens + 1):
         tokens = target.logits(last).argmax(-1)  # [B]
-        for row, token in zip(rows, tokens.tolist(), strict=True):
-            answers[row].append(token)
-        going = ~torch.isin(tokens, ends)
-        finished = len(rows) - int(going.sum())
-        report(finished, len(rows))
-        if finished:
+        active = going.tolist()
+        for row, token, still in zip(rows, tokens.tolist(), active, strict=True):
+            if still:
+                answers[row].append(token)
+        going = going & ~torch.isin(tokens, ends)
+        left = int(going.sum())
+        report(sum(active) - left, sum(active))
+        if left == 0 or written == max_new_tokens:
+            break
+        if left <= WORTH_DROPPING * len(rows):
             keep = going.nonzero().squeeze(1)
             rows = [rows[i] for i in keep.tolist()]
-            tokens, lengths = tokens[keep], lengths[keep]
+            tokens, lengths, going = tokens[keep], lengths[keep], going[keep]
             cache.keep_rows(keep)
-        if not rows or len(answers[rows[0]]) == max_new_tokens:
-            break
         last = target.states(tokens[:, None], cache=cache, lengths=lengths).last_hidden[:, 0]
         lengths = lengths + 1
-    report(len(rows), 0)
+    report(int(going.sum()), 0)
 
 
 def right_padded(sequences: Sequence[Sequence[int]]) -> Tensor:

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+WORTH_DROPPING = 0.75
+"""Share of rows still going at which finished ones are dropped: dropping copies the whole cache of those that stay."""
+
 
 class _SlotLayer(CacheLayerMixin):
     """One attention layer's keys and values, ``[B, heads, slots, head_dim]`` each."""

@@ -2,7 +2,7 @@
 
 Each pass sends the newest token and ``k`` drafts through the target at once and keeps the drafts that the target
 would have written itself, plus the token it adds. Sequences of a batch advance at their own pace
-(``quant/kv_cache.py``); a finished one leaves the batch. Nothing is computed twice.
+(``quant/kv_cache.py``); finished ones leave the batch. Nothing is computed twice.
 """
 
 import time
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from bitdraft.quant.kv_cache import WORTH_DROPPING
 from bitdraft.quant.target import LowBitTarget, TargetStates
 from bitdraft.speculators.base import DraftContext, DraftHead, DraftState
 from bitdraft.speculators.metrics import Acceptance
@@ -115,15 +116,19 @@ class _Batch:
     def run(self, generations: list[Generation], report: Callable[[int], object]) -> Seconds:
         context, newest = self._prefill()
         self._emit(generations, newest[:, None], torch.zeros_like(self.lengths))
+        reported = 0
         while True:
             going = [i for i, g in enumerate(generations) if not self._finished(g)]
-            report(len(generations) - len(going))
+            report(len(generations) - len(going) - reported)
+            reported = len(generations) - len(going)
             if not going:
                 self.clock.charge("other")
                 return self.clock.seconds
-            if len(going) < len(generations):
-                generations = [generations[i] for i in going]
+            if len(going) <= WORTH_DROPPING * len(generations):
+                generations, reported = [generations[i] for i in going], 0
                 context, newest = self._keep(torch.tensor(going, device=newest.device), context, newest)
+            # Finished sequences that still ride along stay where they are.
+            advances = torch.tensor([not self._finished(g) for g in generations], device=newest.device)
             self.clock.charge("other")
             tokens = newest[:, None]  # [B, 1]
             if self.head is not None:
@@ -136,11 +141,11 @@ class _Batch:
             self.clock.charge("verify")
             accepted = accepted_lengths(tokens[:, 1:], choices[:, :-1])  # [B]
             if self.head is not None:
-                self._count(generations, accepted)
+                self._count(generations, accepted, advances)
             self._emit(generations, choices, accepted)
             context = _context(states, choices, self.lengths, accepted)
-            newest = choices.gather(1, accepted[:, None]).squeeze(1)
-            self.lengths = self.lengths + accepted + 1
+            newest = torch.where(advances, choices.gather(1, accepted[:, None]).squeeze(1), newest)
+            self.lengths = self.lengths + (accepted + 1) * advances
 
     def _prefill(self) -> tuple[DraftContext, Tensor]:
         """Run the prompts; the first token of every answer comes from here."""
@@ -178,12 +183,13 @@ class _Batch:
                     break
                 generation.tokens.append(token)
 
-    def _count(self, generations: list[Generation], accepted: Tensor) -> None:
+    def _count(self, generations: list[Generation], accepted: Tensor, advances: Tensor) -> None:
         """Engines count whole passes, also where the answer ended within one."""
-        for generation, count in zip(generations, accepted.tolist(), strict=True):
-            generation.passes += 1
-            for position in range(count):
-                generation.accepted_at[position] += 1
+        for generation, count, counts in zip(generations, accepted.tolist(), advances.tolist(), strict=True):
+            if counts:
+                generation.passes += 1
+                for position in range(count):
+                    generation.accepted_at[position] += 1
 
     def _finished(self, generation: Generation) -> bool:
         tokens = generation.tokens

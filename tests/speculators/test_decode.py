@@ -76,7 +76,9 @@ class Scripted(DraftHead):
             state.sequences = [[257] for _ in range(batch)]  # every prompt begins so
         drafts = []
         for row, known in enumerate(state.sequences):
-            assert len(known) == int(context.start[row]) + 1
+            seen = int(context.start[row]) + 1
+            assert len(known) >= seen, "no token is skipped"
+            del known[seen:]  # a finished sequence that rides along does not advance
             known += context.next_tokens[row, : int(context.newest[row]) + 1].tolist()
             text = next(t for t in self.texts if t[: len(known)] == known)
             coming = text[len(known) :][:k]
