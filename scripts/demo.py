@@ -53,7 +53,9 @@ class Options:
     eagle3: OptimConfig = field(default_factory=lambda: OptimConfig(steps=100))
     medusa: OptimConfig = field(default_factory=lambda: OptimConfig(steps=40, lr=2e-3))
     draft_vocab_size: int = 4096
-    measured: AcceptanceConfig = field(default_factory=lambda: AcceptanceConfig(prompts=40, max_new_tokens=48, check=4))
+    measured: AcceptanceConfig = field(
+        default_factory=lambda: AcceptanceConfig(prompts=40, draft_lengths=(3,), max_new_tokens=48, check=4)
+    )
     """The measurement of every cell."""
 
 
