@@ -143,9 +143,12 @@ class _Batch:
             if self.head is not None:
                 self._count(generations, accepted, advances)
             self._emit(generations, choices, accepted)
+            # A sequence that has just ended stays where it was: it must not outgrow the cache while it rides along.
+            goes_on = torch.tensor([not self._finished(g) for g in generations], device=newest.device)
+            accepted = accepted * goes_on
             context = _context(states, choices, self.lengths, accepted)
-            newest = torch.where(advances, choices.gather(1, accepted[:, None]).squeeze(1), newest)
-            self.lengths = self.lengths + (accepted + 1) * advances
+            newest = torch.where(goes_on, choices.gather(1, accepted[:, None]).squeeze(1), newest)
+            self.lengths = self.lengths + (accepted + 1) * goes_on
 
     def _prefill(self) -> tuple[DraftContext, Tensor]:
         """Run the prompts; the first token of every answer comes from here."""

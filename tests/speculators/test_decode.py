@@ -308,3 +308,17 @@ def test_a_head_of_another_target_is_refused(
         head.vocab = DraftVocab.full(changes["vocab_size"])
     with pytest.raises(ValueError, match=f"trained for a target with {what}"):
         decode(target, head, prompts, 1)
+
+
+def test_a_finished_sequence_that_rides_along_never_outgrows_the_cache(
+    target: LowBitTarget, prompts: Prompts, plain: Prompts, texts: Prompts
+) -> None:
+    """The longest prompt accepts every draft and ends first, deep into its last pass; the others accept nothing."""
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+    fast = len(prompts[longest])
+
+    def right(position: int, k: int) -> int:
+        return k if position >= fast else 0
+
+    done = decode(target, Scripted(target, texts, right), prompts, 5, new_tokens=8)
+    assert answers(done) == cut(plain, 8)
