@@ -203,7 +203,7 @@ def _capture_scale(target: LowBitTarget, layers: tuple[int, ...]) -> Tensor:
     """``2^-round(log2 rms)`` of each captured layer, from seeded random tokens behind the outsized first ones.
 
     Residual streams differ tenfold in size between layers and models. Without this the fused state drowns what the
-    draft layer adds to it (SmolLM2: size 11 against 0.5), and the head hardly learns.
+    draft layer adds to it, and the head hardly learns.
     """
     ids = torch.randint(0, target.vocab_size, (1, 128), generator=torch.Generator().manual_seed(0))
     captured = target.states(ids.to(target.device), capture=layers).captured[0, 8:].float()  # [T, A, H]
