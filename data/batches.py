@@ -37,17 +37,29 @@ def make_batch(examples: Sequence[Example]) -> Batch:
     )
 
 
-def epoch_batches(lengths: Sequence[int], batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
+def epoch_batches(examples: Sequence[Example], batch_tokens: int, *, seed: int, epoch: int) -> list[list[int]]:
     """Indices of one epoch's batches: shuffled, similar lengths together, every example once.
 
-    The order depends on ``seed`` and ``epoch`` alone. The last batch may be smaller.
+    A batch holds about ``batch_tokens`` answer tokens, so that runs on texts of other lengths see as many per step:
+    boundaries follow the running sum, none is off by more than half an answer, and errors do not add up. The last
+    batch may be smaller. The order depends on ``seed`` and ``epoch`` alone.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    order = torch.randperm(len(lengths), generator=generator).tolist()
-    pool = batch_size * 8  # sort within pools: little padding, and still another mix every epoch
-    batches: list[list[int]] = []
-    for start in range(0, len(order), pool):
-        near = sorted(order[start : start + pool], key=lambda i: lengths[i])
-        batches += [near[i : i + batch_size] for i in range(0, len(near), batch_size)]
+    order = torch.randperm(len(examples), generator=generator).tolist()
+    # Sort within pools: little padding, and still another mix every epoch. Up and down by turns, so that a batch
+    # across two pools has similar lengths too.
+    length = [len(e.prompt) + len(e.answer) for e in examples]
+    pool = _running(order, examples, 8 * batch_tokens)
+    near = [i for _, i in sorted(zip(pool, order, strict=True), key=lambda p: (p[0], (-1) ** p[0] * length[p[1]]))]
+    batches: dict[int, list[int]] = {}
+    for number, i in zip(_running(near, examples, batch_tokens), near, strict=True):
+        batches.setdefault(number, []).append(i)
     shuffled = torch.randperm(len(batches), generator=generator).tolist()
-    return [batches[i] for i in shuffled]
+    listed = list(batches.values())
+    return [listed[i] for i in shuffled]
+
+
+def _running(order: Sequence[int], examples: Sequence[Example], tokens: int) -> list[int]:
+    """For every example in ``order``, which stretch of ``tokens`` answer tokens its middle falls into."""
+    written = torch.tensor([len(examples[i].answer) for i in order], dtype=torch.float64)
+    return ((written.cumsum(0) - written / 2) / tokens).floor().long().tolist()

@@ -7,6 +7,7 @@ tokenized again, so nothing drifts.
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,13 @@ from tqdm import tqdm
 from bitdraft.data.chat import Example, prompt_ids
 from bitdraft.data.sources import Conversation, Message
 from bitdraft.quant.files import write_text_atomically
-from bitdraft.quant.kv_cache import WORTH_DROPPING
+from bitdraft.quant.kv_cache import WORTH_DROPPING, SlotCache
 from bitdraft.quant.target import LowBitTarget
 
 Report = Callable[[int, int], None]
 """Called with (prompts finished, tokens written) since the last call."""
+FollowUp = Callable[[int, list[int]], Sequence[int] | None]
+"""Called with a prompt's index and its finished answer; returns a further prompt to answer, if there is one."""
 
 
 def greedy_answers(
@@ -34,58 +37,93 @@ def greedy_answers(
     max_new_tokens: int,
     batch_size: int,
     report: Report = lambda prompts, tokens: None,
+    follow_up: FollowUp = lambda index, answer: None,
 ) -> list[list[int]]:
     """The target's greedy continuation of every prompt, the end-of-turn token included, in the given order.
 
-    Longest prompts first, similar lengths together; rows whose answer ended leave the batch together.
+    The batch stays full: rows whose answer ended leave together and waiting prompts take their place, longest
+    first. ``follow_up`` is called with every finished answer; the prompt it returns is answered too, and its
+    index is the next free one.
     """
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    answers: list[list[int]] = [[] for _ in prompts]
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
-        _answer_batch(target, prompts, chosen, answers, end_ids, max_new_tokens, report)
+    asked, answers = list(prompts), [list[int]() for _ in prompts]
+    waiting = deque(sorted(range(len(asked)), key=lambda i: -len(asked[i])))
+    ends = torch.tensor(sorted(end_ids), device=target.device)
+    rows: _Rows | None = None
+    while waiting or rows:
+        if rows is None or (waiting and rows.count <= WORTH_DROPPING * batch_size):
+            free = batch_size - (rows.count if rows else 0)
+            chosen = [waiting.popleft() for _ in range(min(free, len(waiting)))]
+            admitted = _prefilled(target, chosen, [asked[i] for i in chosen], max_new_tokens)
+            rows = rows.joined(admitted) if rows else admitted
+        tokens = target.logits(rows.last).argmax(-1)  # [B]
+        going = rows.going & ~torch.isin(tokens, ends)
+        new = tokens.tolist()
+        for row in rows.going.nonzero().squeeze(1).tolist():
+            answer = answers[rows.indices[row]]
+            answer.append(new[row])
+            going[row] &= len(answer) < max_new_tokens
+        ended = (rows.going & ~going).nonzero().squeeze(1).tolist()
+        report(len(ended), int(rows.going.sum()))
+        for index in (rows.indices[row] for row in ended):
+            further = follow_up(index, answers[index])
+            if further is not None:
+                waiting.append(len(asked))
+                asked.append(further)
+                answers.append([])
+        rows.going = going
+        if int(going.sum()) <= WORTH_DROPPING * rows.count:
+            keep = going.nonzero().squeeze(1)
+            rows, tokens = rows.kept(keep), tokens[keep]
+        if rows is not None:
+            rows.advance(target, tokens)
     return answers
 
 
-@torch.no_grad()
-def _answer_batch(
-    target: LowBitTarget,
-    prompts: Sequence[Sequence[int]],
-    chosen: list[int],
-    answers: list[list[int]],
-    end_ids: set[int],
-    max_new_tokens: int,
-    report: Report,
-) -> None:
+@dataclass
+class _Rows:
+    """The sequences that are being answered."""
+
+    indices: list[int]  # [B] which prompt each row answers
+    lengths: Tensor  # [B] tokens in the cache
+    last: Tensor  # [B, H] the target's hidden state at the newest token
+    going: Tensor  # [B] bool: rows whose answer ended ride along where they are until enough have
+    cache: SlotCache
+
+    @property
+    def count(self) -> int:
+        return len(self.indices)
+
+    def joined(self, other: "_Rows") -> "_Rows":
+        self.cache.join(other.cache)
+        return _Rows(
+            self.indices + other.indices,
+            torch.cat([self.lengths, other.lengths]),
+            torch.cat([self.last, other.last]),
+            torch.cat([self.going, other.going]),
+            self.cache,
+        )
+
+    def kept(self, rows: Tensor) -> "_Rows | None":
+        if len(rows) == 0:
+            return None
+        self.cache.keep_rows(rows)
+        indices = [self.indices[i] for i in rows.tolist()]
+        return _Rows(indices, self.lengths[rows], self.last[rows], self.going[rows], self.cache)
+
+    def advance(self, target: LowBitTarget, tokens: Tensor) -> None:
+        self.last = target.states(tokens[:, None], cache=self.cache, lengths=self.lengths).last_hidden[:, 0]
+        self.lengths = self.lengths + self.going
+
+
+def _prefilled(
+    target: LowBitTarget, indices: list[int], prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> _Rows:
     device = target.device
-    ends = torch.tensor(sorted(end_ids), device=device)
-    rows = list(chosen)  # rows[b]: which prompt row b of the batch answers
-    lengths = torch.tensor([len(prompts[i]) for i in rows], device=device)  # [B]
+    lengths = torch.tensor([len(p) for p in prompts], device=device)  # [B]
     cache = target.new_cache(int(lengths.max()) + max_new_tokens)
-    states = target.states(
-        right_padded([prompts[i] for i in rows]).to(device), cache=cache, lengths=torch.zeros_like(lengths)
-    )
-    last = states.last_hidden[torch.arange(len(rows), device=device), lengths - 1]  # [B, H]
-    going = torch.ones_like(lengths, dtype=torch.bool)  # [B]
-    for written in range(1, max_new_tokens + 1):
-        tokens = target.logits(last).argmax(-1)  # [B]
-        active = going.tolist()
-        for row, token, still in zip(rows, tokens.tolist(), active, strict=True):
-            if still:
-                answers[row].append(token)
-        going = going & ~torch.isin(tokens, ends)
-        left = int(going.sum())
-        report(sum(active) - left, sum(active))
-        if left == 0 or written == max_new_tokens:
-            break
-        if left <= WORTH_DROPPING * len(rows):
-            keep = going.nonzero().squeeze(1)
-            rows = [rows[i] for i in keep.tolist()]
-            tokens, lengths, going = tokens[keep], lengths[keep], going[keep]
-            cache.keep_rows(keep)
-        last = target.states(tokens[:, None], cache=cache, lengths=lengths).last_hidden[:, 0]
-        lengths = lengths + 1
-    report(int(going.sum()), 0)
+    states = target.states(right_padded(prompts).to(device), cache=cache, lengths=torch.zeros_like(lengths))
+    last = states.last_hidden[torch.arange(len(indices), device=device), lengths - 1]  # [B, H]
+    return _Rows(indices, lengths, last, torch.ones_like(lengths, dtype=torch.bool), cache)
 
 
 def right_padded(sequences: Sequence[Sequence[int]]) -> Tensor:
@@ -114,18 +152,32 @@ def on_policy_examples(
 ) -> list[Example]:
     """Every user turn of every conversation, answered by the target, turn by turn.
 
-    Assistant messages in the records are dropped. Answers are kept under ``cache_dir`` by what determines
-    them (target, recipe, prompts, settings), and read from there the next time. Raises ``ValueError`` for a
-    prompt that leaves no room for its answer in the target's context.
+    Assistant messages in the records are dropped. Examples come in the order of the conversations. Answers are kept
+    under ``cache_dir`` by what determines them (target, recipe, prompts, settings), and read from there the next time.
+    Raises ``ValueError`` for a prompt that leaves no room for its answer in the target's context.
     """
     key = _cache_key(target, tokenizer, conversations, settings, end_ids)
     path = cache_dir / "answers" / f"{key}.jsonl" if cache_dir else None
     if path and path.is_file():
         return [_example(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
     dialogs = [_Dialog(c) for c in conversations]
-    examples: list[Example] = []
-    total = sum(d.turns for d in dialogs)
-    with tqdm(total=total, unit="answer", desc=label) as bar:
+    speakers = [d for d in dialogs if d.advance()]  # speakers[i]: whose turn prompt i is
+
+    def next_prompt(dialog: _Dialog) -> list[int]:
+        prompt = prompt_ids(tokenizer, dialog.history)
+        _check_room(dialog.conversation, len(prompt), settings.max_new_tokens, target.context_length)
+        dialog.prompt = prompt
+        return prompt
+
+    def follow_up(index: int, answer: list[int]) -> list[int] | None:
+        dialog = speakers[index]
+        dialog.answered(answer, tokenizer.decode([t for t in answer if t not in end_ids], skip_special_tokens=True))
+        if not dialog.advance():
+            return None
+        speakers.append(dialog)
+        return next_prompt(dialog)
+
+    with tqdm(total=sum(d.turns for d in dialogs), unit="answer", desc=label) as bar:
         written = 0
 
         def report(finished: int, tokens: int) -> None:
@@ -134,21 +186,16 @@ def on_policy_examples(
             bar.set_postfix_str(f"{written / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s", refresh=False)
             bar.update(finished)
 
-        while waiting := [d for d in dialogs if d.advance()]:
-            prompts = [prompt_ids(tokenizer, d.history) for d in waiting]
-            for dialog, prompt in zip(waiting, prompts, strict=True):
-                _check_room(dialog.conversation, len(prompt), settings.max_new_tokens, target.context_length)
-            answers = greedy_answers(
-                target,
-                prompts,
-                end_ids=end_ids,
-                max_new_tokens=settings.max_new_tokens,
-                batch_size=settings.batch_size,
-                report=report,
-            )
-            for dialog, prompt, answer in zip(waiting, prompts, answers, strict=True):
-                text = tokenizer.decode([t for t in answer if t not in end_ids], skip_special_tokens=True)
-                examples.append(dialog.answered(prompt, answer, text))
+        greedy_answers(
+            target,
+            [next_prompt(d) for d in speakers],
+            end_ids=end_ids,
+            max_new_tokens=settings.max_new_tokens,
+            batch_size=settings.batch_size,
+            report=report,
+            follow_up=follow_up,
+        )
+    examples = [e for d in dialogs for e in d.examples]
     if path:
         _write_examples(path, examples)
     return examples
@@ -160,6 +207,8 @@ class _Dialog:
     def __init__(self, conversation: Conversation) -> None:
         self.conversation = conversation
         self.history: list[Message] = []
+        self.prompt: list[int] = []  # the history as token ids
+        self.examples: list[Example] = []
         self._coming = [m for m in conversation.messages if m.role != "assistant"]
         self.turns = sum(m.role == "user" for m in self._coming)
 
@@ -173,10 +222,11 @@ class _Dialog:
             if message.role == "user":
                 return True
 
-    def answered(self, prompt: Sequence[int], answer: Sequence[int], text: str) -> Example:
-        turn = len(self.history)
+    def answered(self, answer: Sequence[int], text: str) -> None:
+        """Take the answer to ``prompt``: as an example, and as ``text`` into the history."""
+        name = f"{self.conversation.id}/{len(self.history)}"
+        self.examples.append(Example(name, self.conversation.category, tuple(self.prompt), tuple(answer)))
         self.history.append(Message("assistant", text))
-        return Example(f"{self.conversation.id}/{turn}", self.conversation.category, tuple(prompt), tuple(answer))
 
 
 def _check_room(conversation: Conversation, prompt: int, answer: int, context: int) -> None:

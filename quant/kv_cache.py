@@ -82,3 +82,18 @@ class SlotCache(Cache):
         for layer in self.layers:
             if layer.is_initialized:
                 layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+
+    def join(self, other: "SlotCache") -> None:
+        """Append the rows of ``other``, which is used up; the larger number of slots holds for all."""
+        self.slots = max(self.slots, other.slots)
+        self.used = max(self.used, other.used)
+        for layer, more in zip(self.layers, other.layers, strict=True):
+            layer.keys = torch.cat([_with_slots(layer.keys, self.slots), _with_slots(more.keys, self.slots)])
+            layer.values = torch.cat([_with_slots(layer.values, self.slots), _with_slots(more.values, self.slots)])
+            more.keys = more.values = None
+
+
+def _with_slots(x: Tensor | None, slots: int) -> Tensor:
+    """``[B, heads, S, width]`` with empty slots behind the last one, up to ``slots``."""
+    assert x is not None
+    return torch.nn.functional.pad(x, (0, 0, 0, slots - x.shape[2]))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from bitdraft.quant.apply import Applied, apply_recipe
+from bitdraft.quant.attention import PACKED_SDPA
 from bitdraft.quant.kv_cache import SlotCache
 from bitdraft.quant.recipe import Recipe
 
@@ -242,7 +243,7 @@ def _load_model(target: str, dtype: torch.dtype, trust_remote_code: bool) -> nn.
         model, info = AutoModelForCausalLM.from_pretrained(
             target,
             dtype=dtype,
-            attn_implementation="sdpa",
+            attn_implementation=PACKED_SDPA,
             output_loading_info=True,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,

@@ -2,7 +2,7 @@
 
     make demo          (or: python scripts/demo.py)
 
-Four heads are trained on the same prompts with the same steps and seed:
+Four heads are trained on the same prompts, with the same answer tokens per step, steps and seed:
 
     eagle3  on the bf16 target (its states, logits and text)
     eagle3  on the MXFP4 target (its states, logits and text)
@@ -30,6 +30,7 @@ from bitdraft.quant.recipe import load_recipe
 from bitdraft.quant.target import LowBitTarget, load_target, load_tokenizer
 from bitdraft.speculators.eagle3 import Eagle3Config
 from bitdraft.speculators.export import load_head
+from bitdraft.speculators.medusa import MedusaConfig
 from bitdraft.speculators.metrics import Acceptance, length_difference_interval
 from bitdraft.train import acceptance
 from bitdraft.train.config import AcceptanceConfig, AnswersConfig, CheckpointConfig, OptimConfig, RunConfig
@@ -50,11 +51,13 @@ class Options:
     seed: int = 0
     answer_tokens: int = 96
     """Longest training answer."""
-    eagle3: OptimConfig = field(default_factory=lambda: OptimConfig(steps=100))
+    eagle3: OptimConfig = field(default_factory=lambda: OptimConfig(steps=150))
     medusa: OptimConfig = field(default_factory=lambda: OptimConfig(steps=40, lr=2e-3))
     draft_vocab_size: int = 4096
     measured: AcceptanceConfig = field(
-        default_factory=lambda: AcceptanceConfig(prompts=40, draft_lengths=(3,), max_new_tokens=48, check=4)
+        default_factory=lambda: AcceptanceConfig(
+            prompts=80, draft_lengths=(3,), max_new_tokens=64, batch_size=80, check=4
+        )
     )
     """The measurement of every cell."""
 
@@ -135,7 +138,8 @@ def _run_config(options: Options, arm: Arm) -> RunConfig:
         resume=True,
         seed=options.seed,
         answers=AnswersConfig(quant=None if arm.text == arm.quant else arm.text, max_new_tokens=options.answer_tokens),
-        eagle3=Eagle3Config(draft_vocab_size=options.draft_vocab_size),
+        eagle3=Eagle3Config(steps=max(options.measured.draft_lengths), draft_vocab_size=options.draft_vocab_size),
+        medusa=MedusaConfig(heads=max(options.measured.draft_lengths)),
         optim=options.eagle3 if arm.kind == "eagle3" else options.medusa,
         checkpoint=CheckpointConfig(every=50),
         acceptance=AcceptanceConfig(draft_lengths=()),
@@ -159,26 +163,12 @@ def _measure(
             if target is None:
                 target = load_target(name, load_recipe(served), dtype=default_dtype("cpu"))
                 tokenizer = load_tokenizer(name)
-                prompts = acceptance.prompt_set(
-                    target,
-                    tokenizer,
-                    read_conversations(settings.data or [demo_file("heldout")]),
-                    name=acceptance.set_name(settings.data or [demo_file("heldout")]),
-                    limit=settings.prompts,
-                    new_tokens=settings.max_new_tokens + max(settings.draft_lengths) + 1,
-                )
+                data = settings.data or [demo_file("heldout")]
+                conversations = read_conversations(data)
+                prompts = acceptance.prompt_set(target, tokenizer, conversations, acceptance.set_name(data), settings)
             assert prompts is not None
             print(f"{arm.kind} trained on {arm.trained_on}, served on {served}:")
-            results = acceptance.measure(
-                target,
-                load_head(export, target),
-                tokenizer,
-                prompts,
-                draft_lengths=settings.draft_lengths,
-                max_new_tokens=settings.max_new_tokens,
-                batch_size=settings.batch_size,
-                check=settings.check,
-            )
+            results = acceptance.measure(target, load_head(export, target), tokenizer, prompts, settings)
             print(acceptance.table(results), flush=True)
             cell = {
                 "trained_on": arm.trained_on,

@@ -23,6 +23,7 @@ from bitdraft.quant.recipe import load_recipe
 from bitdraft.quant.target import CompileChoice, load_target, load_tokenizer
 from bitdraft.speculators.export import load_head, recipe_of_head
 from bitdraft.train import acceptance
+from bitdraft.train.config import AcceptanceConfig
 from bitdraft.train.environment import default_dtype, read_environment, stop_cleanly
 
 
@@ -81,27 +82,18 @@ def main(options: Options) -> None:
     head = load_head(options.heads, target)
     trained_on = recipe_of_head(options.heads).get("recipe", "unknown")
     print(f"{head.kind} head trained on {trained_on}, served on {recipe.name}, {str(dtype).removeprefix('torch.')}")
+    how = AcceptanceConfig(
+        prompts=options.prompts,
+        draft_lengths=options.draft_length,
+        max_new_tokens=options.max_new_tokens,
+        batch_size=options.batch_size,
+        check=options.check,
+    )
     everything: dict[str, list[object]] = {"results": []}
     failures = []
     for set_name, conversations in sets:
-        prompts = acceptance.prompt_set(
-            target,
-            tokenizer,
-            conversations,
-            name=set_name,
-            limit=options.prompts,
-            new_tokens=options.max_new_tokens + max(options.draft_length) + 1,
-        )
-        results = acceptance.measure(
-            target,
-            head,
-            tokenizer,
-            prompts,
-            draft_lengths=options.draft_length,
-            max_new_tokens=options.max_new_tokens,
-            batch_size=options.batch_size,
-            check=options.check,
-        )
+        prompts = acceptance.prompt_set(target, tokenizer, conversations, set_name, how)
+        results = acceptance.measure(target, head, tokenizer, prompts, how)
         print(f"\n{set_name}: {len(prompts.ids)} prompts, up to {options.max_new_tokens} new tokens, greedy")
         print(acceptance.table(results))
         described = acceptance.document(target, str(options.heads), prompts, results)

@@ -15,8 +15,9 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, pad, scaled_dot_product_attention
+from torch.nn.functional import embedding, pad
 
+from bitdraft.quant.attention import grouped_attention
 from bitdraft.quant.kv_cache import SlotCache
 from bitdraft.quant.target import LowBitTarget, TargetStates
 from bitdraft.speculators.attention import training_time_test_attention
@@ -182,8 +183,7 @@ class Eagle3Head(DraftHead):
         u = self.layer.inputs(embedding(tokens, self._borrowed_embedding), g)
         keys, values = state.cache.layers[0].update(*self.layer.keys_values(u, positions))
         q = self.layer.queries(u, positions)
-        attended = scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
-        return self.layer.finish(g, attended)
+        return self.layer.finish(g, grouped_attention(q, keys, values, mask))
 
     def _propose(self, g: Tensor) -> Tensor:
         return self.to_target_ids(self.lm_head(self.norm(g)).argmax(-1))  # [B, 1]

@@ -14,6 +14,7 @@ from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.decode import Generation, Seconds, generate
 from bitdraft.speculators.lossless import Lossless, compare_with_plain
 from bitdraft.speculators.metrics import Acceptance, length_interval, total
+from bitdraft.train.config import AcceptanceConfig
 from bitdraft.train.environment import RunFailed, machine_facts
 
 
@@ -44,17 +45,16 @@ def prompt_set(
     target: LowBitTarget,
     tokenizer: Any,
     conversations: Sequence[Conversation],
-    *,
     name: str,
-    limit: int,
-    new_tokens: int,
+    how: AcceptanceConfig,
 ) -> PromptSet:
-    """The first ``limit`` prompts: each conversation up to its first user message, assistant's answer not yet given.
+    """The first ``how.prompts`` prompts: each conversation up to its first user message, not yet answered.
 
-    Raises ``ValueError`` for a prompt that leaves no room for ``new_tokens`` in the target's context.
+    Raises ``ValueError`` for a prompt that leaves no room for its answer and drafts in the target's context.
     """
+    new_tokens = how.max_new_tokens + max(how.draft_lengths) + 1
     ids, prompts = [], []
-    for conversation in conversations[:limit]:
+    for conversation in conversations[: how.prompts]:
         tokens = prompt_ids(tokenizer, _first_turn(conversation))
         if len(tokens) + new_tokens > target.context_length:
             raise ValueError(
@@ -77,19 +77,17 @@ def measure(
     head: DraftHead,
     tokenizer: Any,
     prompts: PromptSet,
-    *,
-    draft_lengths: Sequence[int],
-    max_new_tokens: int,
-    batch_size: int,
-    check: int,
+    how: AcceptanceConfig,
 ) -> list[Measured]:
-    """Decode ``prompts`` greedily at every draft length; compare the first ``check`` answers with plain decoding."""
+    """Decode ``prompts`` greedily at every draft length; compare ``how.check`` answers with plain decoding."""
     end_ids = end_of_turn_ids(target.model, tokenizer)
-    shared = {"max_new_tokens": max_new_tokens, "end_ids": end_ids, "batch_size": batch_size}
-    plain, _ = generate(target, None, prompts.prompts[:check], draft_length=0, **shared)  # type: ignore[arg-type]
+    shared = {"max_new_tokens": how.max_new_tokens, "end_ids": end_ids, "batch_size": how.batch_size}
+    plain, _ = generate(target, None, prompts.prompts[: how.check], draft_length=0, **shared)  # type: ignore[arg-type]
     results = []
-    with tqdm(total=len(prompts.ids) * len(draft_lengths), unit="prompt", desc=f"acceptance on {prompts.name}") as bar:
-        for k in draft_lengths:
+    with tqdm(
+        total=len(prompts.ids) * len(how.draft_lengths), unit="prompt", desc=f"acceptance on {prompts.name}"
+    ) as bar:
+        for k in how.draft_lengths:
             done, seconds = generate(
                 target,
                 head,

@@ -38,8 +38,8 @@ class OptimConfig:
 
     steps: int = 150
     """Optimizer steps."""
-    batch_size: int = 8
-    """Examples (assistant turns) per process and step."""
+    batch_tokens: int = 640
+    """Answer tokens per process and step, about: whole examples, as many as hold that many tokens."""
     lr: float = 5e-4
     """Peak learning rate."""
     warmup: float = 0.05
@@ -51,7 +51,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         _at_least("optim.steps", self.steps, 1)
-        _at_least("optim.batch_size", self.batch_size, 1)
+        _at_least("optim.batch_tokens", self.batch_tokens, 1)
         if not 0 <= self.warmup < 1:
             raise ValueError(f"optim.warmup must lie in [0, 1), got {self.warmup}")
         if self.lr <= 0:

@@ -68,16 +68,16 @@ def train(
         accelerator.print(f"resuming from {resumed.path}")
     if first >= optim.steps:
         return head
-    uses = optim.batch_size * (optim.steps - first)
+    answer = sum(len(e.answer) for e in examples) / len(examples)
+    uses = round(optim.batch_tokens * ranks * (optim.steps - first) / answer)
     source = StateSource(target, examples, head.capture_layers, config.states, uses=uses)
     if first == 0:
         head.start_from(_first_batches(source, len(examples)))
     wrapped, optimizer = accelerator.prepare(head, optimizer)
     head.train()
     weights_K = step_weights(_steps(head), _decay(head))
-    lengths = [len(e.prompt) + len(e.answer) for e in examples]
     journal = Journal(folder / "metrics.jsonl", first) if accelerator.is_main_process else None
-    order = _batches_from(first, lengths, optim.batch_size, config.seed, ranks)
+    order = _batches_from(first, examples, optim.batch_tokens, config.seed, ranks)
     checkpoint: Path | None = resumed.path if resumed else None
     with (
         tqdm(total=optim.steps, initial=first, unit="step", desc=f"training {head.kind}", disable=rank > 0) as bar,
@@ -137,12 +137,12 @@ def train(
 
 
 def _batches_from(
-    first: int, lengths: Sequence[int], batch_size: int, seed: int, ranks: int
+    first: int, examples: Sequence[Example], batch_tokens: int, seed: int, ranks: int
 ) -> Iterator[list[list[int]]]:
     """Every step's batches, one per rank, beginning at step ``first``; epochs follow each other without end."""
     epoch, waiting, step = 0, [], 0
     while True:
-        waiting += epoch_batches(lengths, batch_size, seed=seed, epoch=epoch)
+        waiting += epoch_batches(examples, batch_tokens, seed=seed, epoch=epoch)
         epoch += 1
         while len(waiting) >= ranks:
             share, waiting = waiting[:ranks], waiting[ranks:]

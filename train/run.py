@@ -240,26 +240,10 @@ def _export_and_measure(
     export_head(head, target, out.export, draft_length=max(config.acceptance.draft_lengths, default=3))
     if not config.acceptance.draft_lengths:
         return
-    loaded = load_head(out.export, target)
     measured = config.acceptance
-    prompts = acceptance.prompt_set(
-        target,
-        tokenizer,
-        heldout,
-        name=acceptance.set_name(measured.data or [demo_file("heldout")]),
-        limit=measured.prompts,
-        new_tokens=measured.max_new_tokens + max(measured.draft_lengths) + 1,
-    )
-    results = acceptance.measure(
-        target,
-        loaded,
-        tokenizer,
-        prompts,
-        draft_lengths=measured.draft_lengths,
-        max_new_tokens=measured.max_new_tokens,
-        batch_size=measured.batch_size,
-        check=measured.check,
-    )
+    name = acceptance.set_name(measured.data or [demo_file("heldout")])
+    prompts = acceptance.prompt_set(target, tokenizer, heldout, name, measured)
+    results = acceptance.measure(target, load_head(out.export, target), tokenizer, prompts, measured)
     print(acceptance.table(results))
     document = acceptance.document(target, str(out.export), prompts, results)
     document["settings"] = to_plain(measured)

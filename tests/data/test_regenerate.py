@@ -70,6 +70,41 @@ def test_rows_leave_the_batch_when_their_answer_ends(
         assert ran == 7 or going > WORTH_DROPPING * ran, "at most a quarter of a batch may have finished"
 
 
+def test_waiting_prompts_take_the_place_of_finished_ones(
+    target: LowBitTarget, prompts: list[list[int]], end_ids: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of two runs at most one pass half empty while prompts wait, and every answer is still its own."""
+    run, passes = target.states, ""
+
+    def counting(input_ids: torch.Tensor, **options: Any) -> Any:
+        nonlocal passes
+        decoding = int(options["lengths"].max()) > 0
+        passes += str(len(input_ids)) if decoding else "+"
+        return run(input_ids, **options)
+
+    expected = greedy_answers(target, prompts, end_ids=end_ids, max_new_tokens=NEW_TOKENS, batch_size=1)
+    monkeypatch.setattr(target, "states", counting)
+    answers = greedy_answers(target, prompts, end_ids=end_ids, max_new_tokens=NEW_TOKENS, batch_size=2)
+    assert answers == expected
+    while_waiting = passes[: passes.rindex("+")]
+    assert while_waiting.count("+") > 2 and "11" not in while_waiting, passes
+
+
+def test_a_follow_up_is_answered_too(target: LowBitTarget, prompts: list[list[int]]) -> None:
+    asked: list[list[int]] = []
+
+    def follow_up(index: int, answer: list[int]) -> list[int] | None:
+        if index >= len(prompts):
+            return None
+        asked.append([*prompts[index], *answer, 7])
+        return asked[-1]
+
+    answers = greedy_answers(target, prompts, end_ids=set(), max_new_tokens=4, batch_size=3, follow_up=follow_up)
+    assert len(answers) == 2 * len(prompts)
+    for prompt, answer in zip(asked, answers[len(prompts) :], strict=True):
+        assert answer == transformers_greedy(target, prompt, set(), 4)
+
+
 def test_the_report_adds_up(target: LowBitTarget, prompts: list[list[int]], end_ids: set[int]) -> None:
     reports: list[tuple[int, int]] = []
     answers = greedy_answers(

@@ -87,7 +87,7 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
 
 def test_the_shipped_prompts_load_and_no_two_files_share_one() -> None:
     files = {split: read_conversations([demo_file(split)]) for split in ("train", "traffic", "heldout")}
-    assert {split: len(records) for split, records in files.items()} == {"train": 380, "traffic": 40, "heldout": 80}
+    assert {split: len(records) for split, records in files.items()} == {"train": 770, "traffic": 40, "heldout": 80}
     every = [record for records in files.values() for record in records]
     assert len({record.id for record in every}) == len(every)
     prompts = ["\n".join(m.content for m in record.messages) for record in every]

@@ -41,7 +41,7 @@ def trained(few_prompts: Path, smollm2: Path, tmp_path_factory: pytest.TempPathF
     run(
         "train/train_heads.py",
         *("--target-quant", "mxfp4", "--data", str(few_prompts), "--output-dir", str(folder)),
-        *("--answers.max-new-tokens", "24", "--optim.steps", "6", "--optim.batch-size", "4"),
+        *("--answers.max-new-tokens", "24", "--optim.steps", "6", "--optim.batch-tokens", "80"),
         *("--acceptance.prompts", "4", "--acceptance.max-new-tokens", "12", "--acceptance.check", "2"),
         *("--eagle3.draft-vocab-size", "2048", "--compile-quantizer", "off"),
     )

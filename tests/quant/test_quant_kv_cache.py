@@ -133,3 +133,19 @@ def test_a_query_sees_the_slots_up_to_its_own_and_no_others() -> None:
         [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]],
         [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0]],
     ]
+
+
+def test_rows_join_a_cache_of_another_size(tiny_target: Get) -> None:
+    """Sequences that come later, with a cache of fewer or more slots, decode beside the others as if alone."""
+    target, ids = tiny_target("none"), tokens(4, 12, seed=3)
+    for first, later in ((20, 14), (14, 20)):
+        cache, other = target.new_cache(first), target.new_cache(later)
+        target.states(ids[:2, :8], cache=cache, lengths=torch.zeros(2, dtype=torch.int64))
+        target.states(ids[2:, :3], cache=other, lengths=torch.zeros(2, dtype=torch.int64))
+        cache.join(other)
+        lengths, full = torch.tensor([8, 8, 3, 3]), target.states(ids).last_hidden
+        fed = torch.stack([ids[i, n : n + 4] for i, n in enumerate(lengths.tolist())])
+        got = target.states(fed, cache=cache, lengths=lengths).last_hidden
+        expected = torch.stack([full[i, n : n + 4] for i, n in enumerate(lengths.tolist())])
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        assert cache.slots == 20

@@ -70,7 +70,7 @@ def make_config(tiny_folder: Path, prompt_files: tuple[Path, Path]) -> Callable[
             answers=AnswersConfig(max_new_tokens=10, batch_size=8),
             eagle3=Eagle3Config(steps=3, draft_vocab_size=300),
             medusa=MedusaConfig(heads=3),
-            optim=OptimConfig(steps=6, batch_size=3, lr=3e-3),
+            optim=OptimConfig(steps=6, batch_tokens=30, lr=3e-3),
             checkpoint=CheckpointConfig(every=2, keep=2),
             acceptance=AcceptanceConfig(
                 data=(prompt_files[1],), prompts=3, draft_lengths=(1, 3), max_new_tokens=10, batch_size=2, check=3

@@ -1,5 +1,6 @@
 """The measurement: which prompts are decoded, and what its table and its refusal say."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from bitdraft.quant.target import LowBitTarget, load_tokenizer
 from bitdraft.speculators.decode import Seconds
 from bitdraft.speculators.lossless import Lossless
 from bitdraft.speculators.metrics import Acceptance
-from bitdraft.train.acceptance import Measured, document, prompt_set, require_lossless, set_name, table
+from bitdraft.train.acceptance import Measured, PromptSet, document, prompt_set, require_lossless, set_name, table
+from bitdraft.train.config import AcceptanceConfig
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def test_each_conversation_is_asked_up_to_its_first_question(target: LowBitTarge
         conversation("2", SECOND),
         conversation("3", FIRST),
     ]
-    prompts = prompt_set(target, tokenizer, asked, name="heldout", limit=2, new_tokens=8)
+    prompts = prompt_set(target, tokenizer, asked, "heldout", AcceptanceConfig(prompts=2, max_new_tokens=8))
     assert prompts.name == "heldout"
     assert prompts.ids == ("1", "2")
     assert prompts.prompts == tuple(tuple(prompt_ids(tokenizer, m)) for m in ([SYSTEM, FIRST], [SECOND]))
@@ -46,18 +48,18 @@ def test_each_conversation_is_asked_up_to_its_first_question(target: LowBitTarge
 def test_a_prompt_that_leaves_no_room_names_its_record(target: LowBitTarget, tokenizer: Any) -> None:
     long = Message("user", "x" * 400)
     tokens = len(prompt_ids(tokenizer, [long]))
-    room = target.context_length - tokens
+    room = AcceptanceConfig(draft_lengths=(1, 3), max_new_tokens=target.context_length - tokens - 4)
     asked = [conversation("1", FIRST), conversation("2", long)]
-    assert len(prompt_set(target, tokenizer, asked, name="h", limit=2, new_tokens=room).ids) == 2
+    assert len(prompt_set(target, tokenizer, asked, "h", room).ids) == 2
     with pytest.raises(ValueError, match=rf"heldout\.jsonl, line 2: the prompt has {tokens} tokens, .* context of 512"):
-        prompt_set(target, tokenizer, asked, name="h", limit=2, new_tokens=room + 1)
+        prompt_set(target, tokenizer, asked, "h", replace(room, max_new_tokens=room.max_new_tokens + 1))
 
 
 def test_a_rate_never_comes_without_its_length_and_its_counts(target: LowBitTarget) -> None:
     text = table([measured()])
     for shown in ("1.900", "45.0%", "0.60 0.30"):  # (10 + 9) / 10, 9 / 20, (6, 3) of 10 passes
         assert shown in text
-    prompts = prompt_set(target, None, [], name="heldout", limit=0, new_tokens=1)
+    prompts = PromptSet("heldout", (), ())
     (result,) = document(target, "export", prompts, [measured()])["results"]
     expected = {"draft_length": 2, "prompts": 2, "passes": 10, "drafted": 20, "accepted": 9, "emitted": 19}
     assert {key: result[key] for key in expected} == expected

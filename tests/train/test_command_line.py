@@ -79,7 +79,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_exit_code_130(
 ) -> None:
     folder = tmp_path / "run"
     flags = tiny_flags(tiny_folder, prompt_files[0], folder)
-    settings = ["--optim.steps", "100000", "--optim.batch-size", "2", "--checkpoint.every", "100000"]
+    settings = ["--optim.steps", "100000", "--optim.batch-tokens", "20", "--checkpoint.every", "100000"]
     with subprocess.Popen(
         command(*flags, *settings),
         env=environ,

@@ -42,7 +42,7 @@ UNUSUAL = RunConfig(
         steps=2, step_decay=0.95, draft_vocab_size=1000, capture_layers=(1, 5), train_output=True, start="random"
     ),
     medusa=MedusaConfig(heads=4, blocks=2, own_output=True),
-    optim=OptimConfig(steps=9, batch_size=2, lr=1e-5, warmup=0.25, weight_decay=0.1, betas=(0.8, 0.999), clip=2.0),
+    optim=OptimConfig(steps=9, batch_tokens=2, lr=1e-5, warmup=0.25, weight_decay=0.1, betas=(0.8, 0.999), clip=2.0),
     checkpoint=CheckpointConfig(every=3, keep=4),
     acceptance=AcceptanceConfig(
         data=(Path("h.jsonl"),), prompts=5, draft_lengths=(2,), max_new_tokens=11, batch_size=6, check=0
@@ -203,7 +203,7 @@ def test_an_unknown_flag_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
     ("part", "field", "value"),
     [
         (OptimConfig, "steps", 0),
-        (OptimConfig, "batch_size", 0),
+        (OptimConfig, "batch_tokens", 0),
         (OptimConfig, "lr", 0.0),
         (OptimConfig, "warmup", 1.0),
         (CheckpointConfig, "every", 0),

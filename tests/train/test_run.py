@@ -91,7 +91,7 @@ def test_training_learns_its_own_text(
     config = make_config(
         tmp_path / "run",
         head=kind,
-        optim=OptimConfig(steps=40, batch_size=8, lr=1e-2),
+        optim=OptimConfig(steps=40, batch_tokens=80, lr=1e-2),
         acceptance=AcceptanceConfig(draft_lengths=()),
     )
     finished = run(config, environment)
@@ -116,7 +116,7 @@ def test_a_loss_that_is_not_finite_names_the_step(
     """A learning rate beyond all reason: the first step destroys the head, the second notices."""
     config = make_config(
         tmp_path / "run",
-        optim=OptimConfig(steps=6, batch_size=3, lr=1e30, warmup=0.0),
+        optim=OptimConfig(steps=6, batch_tokens=30, lr=1e30, warmup=0.0),
         checkpoint=CheckpointConfig(every=1),
     )
     with pytest.raises(RuntimeError, match=r"step 2: the loss \(\S+\) or gradient is not finite") as caught:
@@ -138,7 +138,7 @@ def test_answers_of_the_file_are_what_is_trained_on(
         data=(data,),
         answers=AnswersConfig(source="file"),
         eagle3=Eagle3Config(steps=2, draft_vocab_size=8),
-        optim=OptimConfig(steps=1, batch_size=4),
+        optim=OptimConfig(steps=1, batch_tokens=40),
         acceptance=AcceptanceConfig(draft_lengths=()),
     )
     finished = run(config, environment)
@@ -158,7 +158,7 @@ def test_another_recipe_may_write_the_text(
     config = make_config(
         tmp_path / "run",
         answers=AnswersConfig(quant="none", max_new_tokens=10, batch_size=8),
-        optim=OptimConfig(steps=1, batch_size=3),
+        optim=OptimConfig(steps=1, batch_tokens=30),
         acceptance=AcceptanceConfig(draft_lengths=()),
     )
     finished = run(config, Environment(tmp_path / "cache", launched_processes=1))
