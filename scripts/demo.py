@@ -49,6 +49,8 @@ class Options:
     """The low-bit recipe that is compared with bf16."""
     output_dir: Path = Path("runs/demo")
     seed: int = 0
+    prompts: int = 512
+    """Training prompts."""
     answer_tokens: int = 96
     """Longest training answer."""
     eagle3: OptimConfig = field(default_factory=lambda: OptimConfig(steps=150))
@@ -137,6 +139,7 @@ def _run_config(options: Options, arm: Arm) -> RunConfig:
         output_dir=options.output_dir / arm.folder,
         resume=True,
         seed=options.seed,
+        prompts=options.prompts,
         answers=AnswersConfig(quant=None if arm.text == arm.quant else arm.text, max_new_tokens=options.answer_tokens),
         eagle3=Eagle3Config(steps=max(options.measured.draft_lengths), draft_vocab_size=options.draft_vocab_size),
         medusa=MedusaConfig(heads=max(options.measured.draft_lengths)),

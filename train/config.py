@@ -107,6 +107,8 @@ class RunConfig:
     """Kind of draft head."""
     data: tuple[Path, ...] = ()
     """JSONL files of prompts or conversations; by default the shipped training prompts."""
+    prompts: int | None = None
+    """Train on the first so many records of the data only."""
     output_dir: Path | None = None
     """Run folder; by default runs/HEAD-QUANT."""
     resume: bool = False
@@ -132,6 +134,8 @@ class RunConfig:
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
 
     def __post_init__(self) -> None:
+        if self.prompts is not None:
+            _at_least("prompts", self.prompts, 1)
         if self.head == "medusa" and max(self.acceptance.draft_lengths, default=0) > self.medusa.heads:
             raise ValueError(
                 f"acceptance.draft_lengths goes to {max(self.acceptance.draft_lengths)}, "

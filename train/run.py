@@ -66,7 +66,7 @@ def run(config: RunConfig, environment: Environment) -> Finished:
     folder = config.run_dir
     recipe = load_recipe(config.target_quant)
     text_recipe = load_recipe(config.answers.quant) if config.answers.quant else recipe
-    conversations = read_conversations(config.data or [demo_file("train")])
+    conversations = read_conversations(config.data or [demo_file("train")])[: config.prompts]
     heldout = read_conversations(config.acceptance.data or [demo_file("heldout")])
     accelerator = _accelerator(config, environment, folder)
     if accelerator.is_main_process:

@@ -28,6 +28,7 @@ UNUSUAL = RunConfig(
     target_quant="recipe.yaml",
     head="medusa",
     data=(Path("a.jsonl"), Path("folder/b.jsonl")),
+    prompts=77,
     output_dir=Path("runs/x"),
     resume=True,
     seed=-3,
@@ -218,6 +219,11 @@ def test_an_unknown_flag_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
 def test_a_value_out_of_range_names_its_field(part: type, field: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"{part.__name__.removesuffix('Config').lower()}\.{field} must"):
         part(**{field: value})
+
+
+def test_no_prompts_at_all_are_refused() -> None:
+    with pytest.raises(ValueError, match="prompts must be at least 1, got 0"):
+        RunConfig(prompts=0)
 
 
 def test_more_drafts_than_medusa_has_heads_are_refused() -> None:

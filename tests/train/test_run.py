@@ -101,6 +101,14 @@ def test_training_learns_its_own_text(
     assert not finished.acceptance.exists(), "nothing was to be measured"
 
 
+def test_prompts_takes_the_first_records_only(
+    make_config: MakeConfig, environment: Environment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    once = OptimConfig(steps=1, batch_tokens=30)
+    run(make_config(tmp_path, prompts=2, optim=once, acceptance=AcceptanceConfig(draft_lengths=())), environment)
+    assert "\n2 examples, " in capsys.readouterr().out
+
+
 def test_a_folder_with_something_else_in_it_is_refused(
     make_config: MakeConfig, environment: Environment, tmp_path: Path
 ) -> None:
