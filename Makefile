@@ -23,7 +23,7 @@ help:
 define install
 	@echo "making the environment: $(1) (a minute or two)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" 2>&1 | grep -v "^WARNING" || true
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -e ".$(2)"
 	@touch $@
 endef

@@ -43,10 +43,14 @@ def main(options: Options) -> None:
     target = resolve_target(options.target, cache)
     modes: list[CompileChoice] = ["on", "off"] if can_compile() else ["off"]
     variants: dict[str, LowBitTarget] = {"none": load_target(target, load_recipe("none"))}
-    for recipe in options.recipes:
+    for name in options.recipes:
+        recipe = load_recipe(name)
+        if not any(rule.activations for rule in recipe.rules):
+            variants[name] = load_target(target, recipe)  # nothing to compile
+            continue
         for mode in modes:
-            name = f"{recipe} ({'compiled' if mode == 'on' else 'eager'})"
-            variants[name] = load_target(target, load_recipe(recipe), compile_quantizer=mode)
+            label = f"{name} ({'compiled' if mode == 'on' else 'eager'})"
+            variants[label] = load_target(target, recipe, compile_quantizer=mode)
     base = variants["none"]
     ids = torch.randint(0, base.vocab_size, (options.batch, options.tokens), generator=torch.Generator().manual_seed(0))
     capture = default_capture_layers(base.layers)
