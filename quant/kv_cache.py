@@ -15,7 +15,10 @@ WORTH_DROPPING = 0.75
 
 
 class _SlotLayer(CacheLayerMixin):
-    """One attention layer's keys and values, ``[B, heads, slots, head_dim]`` each."""
+    """One attention layer's keys and values, ``[rows, heads, slots, head_dim]`` each.
+
+    Rows come and go in place: memory is asked for once, for the most rows that there have been.
+    """
 
     is_sliding = False
 
@@ -37,11 +40,26 @@ class _SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         positions_BT, used = self.owner.positions, self.owner.used
         assert positions_BT is not None and self.keys is not None and self.values is not None
-        rows = torch.arange(len(positions_BT), device=positions_BT.device)[:, None]
+        batch = len(positions_BT)
+        rows = torch.arange(batch, device=positions_BT.device)[:, None]
         # Advanced indices around a slice put [B, T] first: [B, T, heads, head_dim].
         self.keys[rows, :, positions_BT] = key_states.transpose(1, 2)
         self.values[rows, :, positions_BT] = value_states.transpose(1, 2)
-        return self.keys[:, :, :used], self.values[:, :, :used]
+        return self.keys[:batch, :, :used], self.values[:batch, :, :used]
+
+    def keep_rows(self, rows: Tensor, used: int) -> None:
+        for kept in (self.keys, self.values):
+            assert kept is not None
+            kept[: len(rows), :, :used] = kept[rows, :, :used]
+
+    def join(self, first: int, other: "_SlotLayer", rows: int, used: int) -> None:
+        """Write the ``rows`` rows of ``other`` behind the ``first`` rows here, ``used`` slots of each."""
+        self.keys = _room_for(self.keys, first + rows, self.owner.slots)
+        self.values = _room_for(self.values, first + rows, self.owner.slots)
+        assert other.keys is not None and other.values is not None
+        self.keys[first : first + rows, :, :used] = other.keys[:rows, :, :used]
+        self.values[first : first + rows, :, :used] = other.values[:rows, :, :used]
+        other.keys = other.values = None
 
     def get_seq_length(self) -> int:
         return self.owner.used
@@ -60,6 +78,7 @@ class SlotCache(Cache):
     def __init__(self, layers: int, slots: int) -> None:
         """``layers`` attention layers, ``slots`` positions per row (prompt, answer and drafts together)."""
         self.slots = slots
+        self.rows = 0  # sequences in use; layers may hold room for more
         self.used = 0
         self.positions: Tensor | None = None  # [B, T] slots that the running pass writes
         super().__init__(layers=[_SlotLayer(self) for _ in range(layers)])
@@ -71,29 +90,33 @@ class SlotCache(Cache):
         """
         steps = torch.arange(tokens, device=lengths_B.device)
         self.positions = lengths_B[:, None] + steps  # [B, T]
-        self.used = int(self.positions.max()) + 1
+        self.rows, self.used = len(lengths_B), int(self.positions.max()) + 1
         if self.used > self.slots:
             raise ValueError(f"the cache has {self.slots} slots, the pass needs {self.used}")
         slot = torch.arange(self.used, device=lengths_B.device)
         return self.positions, (slot <= self.positions[..., None])[:, None]
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Drop all rows but these (indices ``[B']``): finished sequences leave the batch."""
+        """Drop all rows but these (ascending indices ``[B']``): finished sequences leave the batch."""
+        self.rows = len(rows)
         for layer in self.layers:
             if layer.is_initialized:
-                layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+                layer.keep_rows(rows, self.used)
 
     def join(self, other: "SlotCache") -> None:
         """Append the rows of ``other``, which is used up; the larger number of slots holds for all."""
         self.slots = max(self.slots, other.slots)
-        self.used = max(self.used, other.used)
         for layer, more in zip(self.layers, other.layers, strict=True):
-            layer.keys = torch.cat([_with_slots(layer.keys, self.slots), _with_slots(more.keys, self.slots)])
-            layer.values = torch.cat([_with_slots(layer.values, self.slots), _with_slots(more.values, self.slots)])
-            more.keys = more.values = None
+            layer.join(self.rows, more, other.rows, other.used)
+        self.rows += other.rows
+        self.used = max(self.used, other.used)
 
 
-def _with_slots(x: Tensor | None, slots: int) -> Tensor:
-    """``[B, heads, S, width]`` with empty slots behind the last one, up to ``slots``."""
+def _room_for(x: Tensor | None, rows: int, slots: int) -> Tensor:
+    """``[B, heads, S, width]`` as it is, or copied into memory with at least ``rows`` rows and ``slots`` slots."""
     assert x is not None
-    return torch.nn.functional.pad(x, (0, 0, 0, slots - x.shape[2]))
+    if x.shape[0] >= rows and x.shape[2] >= slots:
+        return x
+    larger = x.new_zeros(max(rows, x.shape[0]), x.shape[1], max(slots, x.shape[2]), x.shape[3])
+    larger[: x.shape[0], :, : x.shape[2]] = x
+    return larger
