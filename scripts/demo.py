@@ -35,7 +35,7 @@ from bitdraft.speculators.metrics import Acceptance, length_difference_interval
 from bitdraft.train import acceptance
 from bitdraft.train.config import AcceptanceConfig, AnswersConfig, CheckpointConfig, OptimConfig, RunConfig
 from bitdraft.train.config_io import to_plain
-from bitdraft.train.environment import default_dtype, machine_facts, read_environment, stop_cleanly
+from bitdraft.train.environment import default_dtype, give_memory_back, machine_facts, read_environment, stop_cleanly
 from bitdraft.train.run import run
 
 
@@ -106,18 +106,23 @@ def main(options: Options) -> None:
         Arm("medusa", options.quant, options.quant),
     ]
     progress = Progress(
-        [(f"training {a.kind} on the target in {a.trained_on}", 200.0 if i < 2 else 130.0) for i, a in enumerate(arms)]
-        + [(f"measuring {len(arms)} heads on the target in {served}", 120.0) for served in ("none", options.quant)]
+        [
+            (f"training {a.kind} on the target in {a.trained_on}", seconds)
+            for a, seconds in zip(arms, (230.0, 250.0, 110.0, 80.0), strict=True)
+        ]
+        + [(f"measuring {len(arms)} heads on the target in {served}", 100.0) for served in ("none", options.quant)]
     )
     environment = read_environment()
     for arm in arms:
         progress.next()
         run(_run_config(options, arm), environment)
+        give_memory_back()
     cells: list[dict[str, Any]] = []
     counts: dict[tuple[str, str, str, int], list[Acceptance]] = {}
     for served in ("none", options.quant):
         progress.next()
         cells += _measure(options, arms, served, resolve_target(options.target, environment.cache_dir), counts)
+        give_memory_back()
     report = _report(options, low, cells, counts)
     write_text_atomically(
         options.output_dir / "acceptance.json",
