@@ -1,126 +1,200 @@
-"""Scale rules, quantization and dequantization of blocks along the last dimension.
+"""Quantization and dequantization of blocks; the scale rules are in ``quant/scale_rules.py``.
 
 Everything is computed in fp32 from the input's own values, whatever its dtype, as the engines' kernels
-do. A quantized tensor is kept as two factors, so that a matrix product can be computed the way the
-engines compute it (unscaled products accumulated in fp32, one scaling, one rounding):
+do (a scheme's ``arithmetic`` names the exceptions). A quantized tensor is kept as two factors, so that a matrix
+product can be computed the way the engines compute it (unscaled products accumulated in fp32, one scaling, one
+rounding):
 
-* ``values``: element codes times the *inner* scale (power-of-two or E4M3 block scale). At most six
+* ``values``: element codes times the *inner* scale (power-of-two or E4M3 block scale). At most eight
   significant bits, so they are exact in bf16.
-* ``outer``: the fp32 scale that cannot be folded in without rounding: per row (FP8) or per tensor
-  (NVFP4); ``None`` where there is none (MX formats).
+* ``outer``: the fp32 scale that cannot be folded in without rounding: per tensor, per row, or per block (FP8 and
+  integer groups); ``None`` where there is none (MX formats).
 
-Rows are vectors along the last dimension; shapes below write them ``[..., K]``.
+Rows are vectors along the last dimension; shapes below write them ``[..., K]``, or ``[..., N, K]`` where blocks
+span several rows, with G blocks along the last dimension.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from bitdraft.quant.scale_rules import (
+    e4m3_scale,
+    e8m0_scale,
+    fp32_scale,
+    multiplier,
+    nvfp4_codes,
+    nvfp4_decode_scale,
+    nvfp4_global_scale,
+    zero_point_scale,
+)
 from bitdraft.quant.schemes import Scheme
-from bitdraft.quant.smallfloat import E2M1, E4M3
-
-# vLLM's csrc/quantization/w8a8/fp8: tokens whose largest magnitude is below 1/512 share this scale.
-_FP8_TOKEN_SMALLEST_SCALE = 1.0 / (448.0 * 512.0)
-_NVFP4_RANGE = E4M3.max * E2M1.max  # 2688: the largest magnitude that one fp32 scale can reach
-_NVFP4_ZERO_BLOCK_SCALE = 0.125  # what compressed-tensors stores for a block of zeros
 
 
 @dataclass(frozen=True)
 class Quantized:
     """``values · outer`` is the dequantized tensor. ``scale`` is the block scale, for inspection and storage."""
 
-    values: Tensor  # [..., K] fp32: codes · inner scale, exact in bf16
-    outer: Tensor | None  # [..., 1] fp32 per row, [] fp32 per tensor, or None
-    scale: Tensor  # [..., K / block] fp32 decode scales of the blocks
+    values: Tensor  # [..., K] fp32: codes (less their zero point) · inner scale, exact in bf16
+    outer: Tensor | None  # fp32: [] per tensor, [..., 1] per row, [..., G] per block, or None
+    scale: Tensor  # [..., G] fp32 decode scales of the blocks; [..., ceil(N / rows), G] where they span rows
+    block: int | None = None  # what one entry of ``outer`` [..., G] covers; None where ``outer`` broadcasts as it is
+
+
+@dataclass(frozen=True)
+class OnGrid:
+    """Codes as numbers, still cut into blocks, and the scales that belong to them: what is stored."""
+
+    codes: Tensor  # [..., G, block] fp32 ([..., N', rows, G, block] where blocks span rows): grid values
+    scale: Tensor  # the same with 1 for every dimension inside a block, fp32
+    zero_point: Tensor | None  # as ``scale``: integers
+    global_scale: Tensor | None  # [] fp32, in the convention of the scheme's owner
 
 
 def check_divides(columns: int, scheme: Scheme) -> None:
     """``ValueError`` where rows of ``columns`` elements cannot be cut into whole blocks of ``scheme``."""
-    if scheme.block and columns % scheme.block:
+    if scheme.block and columns % scheme.block and not scheme.allows_short_blocks:
         raise ValueError(f"{columns} columns do not divide into blocks of {scheme.block} ({scheme.name})")
-
-
-def row_scale(amax: Tensor, scheme: Scheme) -> Tensor:
-    """fp32 decode scale of whole rows from their largest magnitudes (rules ``amax``, ``amax-floored``).
-
-    A row of zeros under ``amax`` gets scale 1, so that it stays zero instead of becoming 0/0.
-    """
-    scale = amax / scheme.element.max
-    if scheme.scale == "amax-floored":
-        return scale.clamp(min=_FP8_TOKEN_SMALLEST_SCALE)
-    # A subnormal scale is too coarse to keep amax / scale within the range.
-    return torch.where(amax == 0, torch.ones_like(scale), scale.clamp(min=torch.finfo(torch.float32).tiny))
-
-
-def e8m0_scale(amax: Tensor, scheme: Scheme) -> Tensor:
-    """Power-of-two decode scale of MX blocks (OCP MX v1.0 §6.3 with the rule's own rounding).
-
-    ``even`` adds half a unit of the element's mantissa to the bits of ``amax`` before its exponent is
-    taken; ``rceil`` rounds the exponent of ``amax · fl(1/max)`` up. Exponents saturate at the E8M0 range;
-    a block with NaN or infinity becomes NaN as a whole (E8M0 byte 255; engines do not agree here).
-    """
-    if scheme.scale == "even":
-        half_unit = 1 << (22 - scheme.element.mantissa_bits)
-        byte = ((amax.view(torch.int32) + half_unit) >> 23) - scheme.element.max_exponent
-    else:
-        bits = (amax * torch.tensor(1.0 / scheme.element.max, dtype=torch.float32)).view(torch.int32)
-        exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-        # A subnormal ratio lies above 2^-127 (byte 0) only if its mantissa exceeds 2^22.
-        up = torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
-        byte = exponent + up
-    byte = byte.clamp(0, 254)
-    scale = torch.where(byte == 0, 0x00400000, byte << 23).view(torch.float32)  # 2^(byte - 127)
-    return torch.where(torch.isfinite(amax), scale, torch.nan)
-
-
-def nvfp4_global_scale(amax: Tensor) -> Tensor:
-    """NVFP4's fp32 *encode* scale ``2688 / amax`` (compressed-tensors' ``weight_global_scale``).
-
-    1 for zeros and for what is so small (below 8e-36) that the quotient overflows; NaN stays NaN.
-    """
-    smallest = _NVFP4_RANGE / torch.finfo(torch.float32).max
-    return torch.where(amax <= smallest, torch.ones_like(amax), _NVFP4_RANGE / amax)
 
 
 def quantize(x: Tensor, scheme: Scheme, *, global_scale: Tensor | None = None) -> Quantized:
     """Quantize ``x`` along its last dimension.
 
-    ``x``: ``[..., K]``, bf16, fp16 or fp32. ``global_scale``: NVFP4 only, an fp32 encode scale that is
-    fixed beforehand (an activation's, from calibration; a weight's, shared by fused layers); by default
-    ``2688 / amax`` of ``x`` itself. Raises ``ValueError`` if ``K`` does not divide into blocks.
+    ``x``: ``[..., K]``, bf16, fp16 or fp32; ``[..., N, K]`` where blocks span rows. ``global_scale``, fp32 ``[]``:
+    for NVFP4 an *encode* scale that is fixed beforehand (an activation's, from calibration; a weight's, shared by
+    fused layers), by default ``2688 / amax`` of ``x`` itself; for static FP8 the decode scale, which is required.
+    Raises ``ValueError`` if ``K`` does not divide into blocks or a static scale is missing.
     """
-    if scheme.block is None:
-        amax = x.abs().amax(dim=-1, keepdim=True).float()
-        scale = row_scale(amax, scheme)
-        # |x / scale| is at most max · (1 + 2^-23), which rounds to max: no clamp is needed.
-        values = scheme.element.round(x.float() / scale, saturate=False)
-        return Quantized(values, outer=scale, scale=scale)
-
-    check_divides(x.shape[-1], scheme)
-    blocks = x.unflatten(-1, (-1, scheme.block))  # [..., K/block, block]
-    amax = blocks.abs().amax(dim=-1, keepdim=True).float()
-    if scheme.has_global_scale:
-        encode = nvfp4_global_scale(amax.amax()) if global_scale is None else global_scale
-        return _quantize_two_level(blocks.float(), amax, encode, scheme)
-    scale = e8m0_scale(amax, scheme)
-    values = scheme.element.round(blocks.float() / scale) * scale
-    return Quantized(values.flatten(-2), outer=None, scale=scale.squeeze(-1))
-
-
-def _quantize_two_level(blocks: Tensor, amax: Tensor, encode: Tensor, scheme: Scheme) -> Quantized:
-    """NVFP4: the E4M3 scale of each block under the fp32 scale ``1 / encode``; two orders of arithmetic."""
-    if scheme.scale == "two-level":
-        scale = E4M3.round(encode * (amax / scheme.element.max))
-        scale = torch.where(scale == 0, _NVFP4_ZERO_BLOCK_SCALE, scale)
-        codes = scheme.element.round(blocks / (scale / encode))
-    else:
-        scale = E4M3.round(encode * (amax * torch.tensor(1.0 / scheme.element.max, dtype=torch.float32)))
-        inverse = torch.where(scale == 0, 0.0, 1.0 / (scale * (1.0 / encode)))
-        codes = scheme.element.round(blocks * inverse)
-    return Quantized((codes * scale).flatten(-2), outer=1.0 / encode, scale=scale.squeeze(-1))
+    return stand_for(to_grid(x, scheme, global_scale), scheme, x.shape)
 
 
 def dequantize(q: Quantized) -> Tensor:
     """``[..., K]`` fp32: the values that ``q`` stands for, one fp32 rounding per element."""
-    return q.values if q.outer is None else q.values * q.outer
+    if q.outer is None:
+        return q.values
+    return q.values * (q.outer if q.block is None else spread(q.outer, q.block, q.values.shape[-1]))
+
+
+def spread(scales: Tensor, block: int, columns: int) -> Tensor:
+    """``[..., G]`` → ``[..., columns]``: every scale in all the places of its block; the last may be shorter."""
+    return scales.unsqueeze(-1).expand(*scales.shape, block).flatten(-2)[..., :columns]
+
+
+def to_grid(x: Tensor, scheme: Scheme, global_scale: Tensor | None = None) -> OnGrid:
+    """``x`` divided by its scales and rounded to the element; arguments and errors as in ``quantize``."""
+    if scheme.arithmetic != "fp32" and x.dtype != torch.float32 and torch.compiler.is_compiling():
+        # Compilers keep fp32 between fused operations, where these formats round each result.
+        raise ValueError(f"{scheme.name} in {x.dtype} computes in that dtype, which torch.compile would not")
+    blocks, inner = _cut(x, scheme)
+    exact = scheme.arithmetic == "fp32"
+    work = blocks if scheme.arithmetic == "input" else blocks.float()
+    round_to_element = scheme.element.round
+    if scheme.has_zero_point:
+        lowest, highest = _over(blocks, inner, "amin"), _over(blocks, inner, "amax")
+        scale, zero = zero_point_scale(_as_is(lowest, exact), _as_is(highest, exact), scheme)
+        codes = round_to_element((work / scale.to(work.dtype) + zero.to(work.dtype)).float())
+        return OnGrid(codes, scale.float(), zero, None)
+
+    amax = _as_is(_over(blocks.abs(), inner, "amax"), exact)
+    if scheme.has_global_scale:
+        encode, decode = _global_scales(amax, global_scale, scheme)
+        scale = e4m3_scale(amax, scheme, encode, decode)
+        codes = round_to_element(nvfp4_codes(work, scale, scheme, encode, decode).float(), ties=scheme.ties)
+        return OnGrid(codes, scale, None, (decode if scheme.stores_decode_scale else encode).float())
+    if scheme.scale_format == "e8m0":
+        scale = e8m0_scale(amax.float(), scheme)
+        if scheme.scale == "floor-stretched":
+            stretch = torch.tensor(4 / 3, dtype=work.dtype, device=x.device)
+            codes = round_to_element((work / (scale.to(work.dtype) * stretch)).float())
+            return OnGrid(codes, scale, None, stretch.float())
+        return OnGrid(round_to_element(work / scale, ties=scheme.ties), scale, None, None)
+    if scheme.scale == "static":
+        if global_scale is None:
+            raise ValueError(f"{scheme.name} needs a static scale")
+        scale = global_scale.float().reshape((1,) * blocks.ndim)
+    else:
+        scale = fp32_scale(amax, scheme)
+    factor = multiplier(amax, scale, scheme)
+    quotient = work / scale.to(work.dtype) if factor is None else work * factor.to(work.dtype)
+    # A scale from the maximum keeps |quotient| so near max that it rounds to max: no clamp is needed.
+    saturate = scheme.scale in ("static", "range") or not exact
+    return OnGrid(round_to_element(quotient.float(), saturate=saturate), scale.float(), None, None)
+
+
+def stand_for(grid: OnGrid, scheme: Scheme, shape: torch.Size) -> Quantized:
+    """The two factors of a tensor of ``shape`` from its codes and scales."""
+    codes = grid.codes if grid.zero_point is None else grid.codes - grid.zero_point
+    scale = drop_inner(grid.scale, scheme)
+    if scheme.scale_format != "fp32":
+        values = paste(codes * grid.scale, scheme, shape)
+        outer = grid.global_scale
+        if outer is not None and not scheme.stores_decode_scale:
+            outer = 1.0 / outer
+        return Quantized(values, outer, scale)
+    values = paste(codes, scheme, shape)
+    if scheme.rows is not None and scheme.rows > 1:
+        outer = scale.repeat_interleave(scheme.rows, dim=-2)[..., : shape[-2], :]
+        return Quantized(values, outer, scale, scheme.block)
+    return Quantized(values, scale, scale, scheme.block)
+
+
+def _global_scales(amax: Tensor, given: Tensor | None, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """NVFP4's global scale as encode and as decode scale: the owner's is computed, the other is its inverse."""
+    if given is not None:
+        encode = given.to(amax.dtype)
+        return encode, 1.0 / encode
+    largest = amax.amax() if amax.numel() else amax.new_zeros(())
+    if scheme.stores_decode_scale:
+        decode = nvfp4_decode_scale(largest)
+        return 1.0 / decode, decode
+    encode = nvfp4_global_scale(largest)
+    return encode, 1.0 / encode
+
+
+def _as_is(x: Tensor, exact: bool) -> Tensor:
+    return x.float() if exact else x
+
+
+def _cut(x: Tensor, scheme: Scheme) -> tuple[Tensor, tuple[int, ...]]:
+    """``x`` as blocks, and the dimensions that lie inside a block."""
+    columns = x.shape[-1]
+    check_divides(columns, scheme)
+    if scheme.rows is None:
+        return x, tuple(range(x.ndim))
+    if scheme.block is None:
+        return x, (-1,)
+    if scheme.rows == 1:
+        return x.unflatten(-1, (columns // scheme.block, scheme.block)), (-1,)
+    if x.ndim < 2:
+        raise ValueError(f"{scheme.name} has blocks of {scheme.rows} rows, so a matrix is needed, not {list(x.shape)}")
+    down, right = -(-x.shape[-2] // scheme.rows), -(-columns // scheme.block)
+    padded = pad(x, (0, right * scheme.block - columns, 0, down * scheme.rows - x.shape[-2]))
+    return padded.unflatten(-1, (right, scheme.block)).unflatten(-3, (down, scheme.rows)), (-3, -1)
+
+
+def paste(blocks: Tensor, scheme: Scheme, shape: torch.Size) -> Tensor:
+    """Blocks as ``to_grid`` cuts them → ``[..., K]`` of ``shape``; what filled up short blocks goes."""
+    if scheme.block is None or scheme.rows is None:
+        return blocks
+    if scheme.rows == 1:
+        return blocks.flatten(-2)
+    return blocks.flatten(-2).flatten(-3, -2)[..., : shape[-2], : shape[-1]]
+
+
+def drop_inner(scale: Tensor, scheme: Scheme) -> Tensor:
+    """Scales ``[..., G]`` without the dimensions inside a block; whole rows keep their last one, a tensor has none."""
+    if scheme.rows is None:
+        return scale.reshape(())
+    if scheme.block is None:
+        return scale
+    return scale.squeeze(-1) if scheme.rows == 1 else scale.squeeze(-1).squeeze(-2)
+
+
+def _over(x: Tensor, inner: tuple[int, ...], reduce: str) -> Tensor:
+    """Maximum or minimum over the dimensions inside a block; 0 for blocks without elements."""
+    if x.numel() == 0:
+        shape = [1 if i - x.ndim in inner or i in inner else n for i, n in enumerate(x.shape)]
+        return x.new_zeros(shape)
+    return x.amax(dim=inner, keepdim=True) if reduce == "amax" else x.amin(dim=inner, keepdim=True)

@@ -59,7 +59,7 @@ class _SlotLayer(CacheLayerMixin):
         assert other.keys is not None and other.values is not None
         self.keys[first : first + rows, :, :used] = other.keys[:rows, :, :used]
         self.values[first : first + rows, :, :used] = other.values[:rows, :, :used]
-        other.keys = other.values = None
+        other.keys = other.values = other.keys.new_empty(0)
 
     def get_seq_length(self) -> int:
         return self.owner.used

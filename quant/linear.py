@@ -10,6 +10,7 @@ then rounded. In fp32 that is what happens here. In bf16 the matrix product roun
 rounding of at most 2^-8 than the engine's for formats that have an outer scale (FP8, NVFP4), none for MX formats.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from bitdraft.quant.block import quantize
+from bitdraft.quant.block import Quantized, dequantize, quantize, spread
 from bitdraft.quant.fake import saturates_above
 from bitdraft.quant.schemes import Scheme
+from bitdraft.quant.smallint import SmallInt
 
 
 def quantize_into(values: Tensor, x: Tensor, global_scale: Tensor | None, scheme: Scheme) -> Tensor | None:
@@ -133,9 +135,12 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
         layer: LowBitLinear = ctx.layer
-        if layer.weight_outer is not None:
-            grad = (grad.float() * layer.weight_outer).to(grad.dtype)
-        grad_x = grad @ layer.weight
+        if layer.weight_block is not None:
+            grad_x = grad @ layer.dequantized().to(grad.dtype)
+        else:
+            if layer.weight_outer is not None:
+                grad = (grad.float() * layer.weight_outer).to(grad.dtype)
+            grad_x = grad @ layer.weight
         return (grad_x if ctx.passes is None else grad_x * ctx.passes), None
 
 
@@ -155,21 +160,32 @@ class LowBitLinear(nn.Module):
         *,
         weight_global_scale: Tensor | None = None,
         input_global_scale: Tensor | None = None,
+        quantized: Quantized | None = None,
     ) -> None:
         """Take over ``source``: its weight ``[M, K]`` is quantized to ``weights`` in place, its bias kept.
 
-        ``input_global_scale`` is required where ``activations`` has a global scale. Raises ``ValueError``
-        if ``K`` does not divide into blocks or the weight holds NaN or infinity.
+        ``quantized`` is that weight where a scale method has already quantized it (``quant/scales``), or where a
+        checkpoint holds its codes (``quant/checkpoints``). ``input_global_scale`` is required where
+        ``activations`` has a static scale. Raises ``ValueError`` if ``K`` does not divide into blocks or the
+        weight holds NaN or infinity.
         """
         super().__init__()
-        if activations is not None and activations.has_global_scale and input_global_scale is None:
+        static = activations is not None and (activations.has_global_scale or activations.scale == "static")
+        if activations is not None and static and input_global_scale is None:
             raise ValueError(f"activations in {activations.name} need a static scale from calibration")
         if not torch.isfinite(source.weight).all():
             raise ValueError("the weight holds NaN or infinity")
-        q = quantize(source.weight.detach(), weights, global_scale=weight_global_scale)
-        self.weight = nn.Parameter(q.values.to(source.weight.dtype), requires_grad=False)
-        outer = q.outer.squeeze(-1) if q.outer is not None and q.outer.ndim else q.outer  # [M] or []
-        self.register_buffer("weight_outer", outer)
+        q = quantized
+        if q is None:
+            q = quantize(source.weight.detach(), weights, global_scale=weight_global_scale)
+        outer, values = q.outer, q.values
+        if activations is None and q.block is not None and isinstance(weights.element, SmallInt):
+            values, outer = dequantize(q), None  # integer groups: W4A16 kernels multiply rounded codes · scale (Marlin)
+        if outer is not None and outer.ndim and outer.shape[-1] == 1:
+            outer = outer.squeeze(-1)
+        self.weight = nn.Parameter(values.to(source.weight.dtype), requires_grad=False)
+        self.register_buffer("weight_outer", outer)  # [M], [], or [M, G] where blocks of the row have their own
+        self.weight_block = q.block if outer is not None and outer.ndim == 2 else None
         self.register_buffer("input_global_scale", input_global_scale)
         self.bias = source.bias
         self.weights, self.activations, self.quantizer = weights, activations, quantizer
@@ -185,11 +201,44 @@ class LowBitLinear(nn.Module):
         rows = x.reshape(-1, x.shape[-1])  # [N, K]
         if self.activations is not None:
             rows, outer = self.quantizer(x, self.activations, self.input_global_scale)
-        y = linear(rows, self.weight)  # [N, M]
-        if outer is not None or self.weight_outer is not None:
-            self.quantizer.rescale_(y, outer, self.weight_outer)
-        y = y.view(*x.shape[:-1], -1)
+        return self.multiply(rows, outer).view(*x.shape[:-1], self.out_features)
+
+    def multiply(self, values: Tensor, outer: Tensor | None) -> Tensor:
+        """Inputs that are already quantized, ``values`` ``[N, K]`` and their outer scale → ``[N, M]``, no gradient."""
+        input_block = self.activations.block if self.activations and outer is not None and outer.ndim else None
+        if self.weight_block is not None or (input_block is not None and input_block < self.in_features):
+            y = self._sum_over_blocks(values, outer, input_block or self.in_features)
+        else:
+            y = linear(values, self.weight)
+            if outer is not None or self.weight_outer is not None:
+                self.quantizer.rescale_(y, outer, self.weight_outer)
         return y if self.bias is None else y + self.bias
+
+    def _sum_over_blocks(self, values: Tensor, outer: Tensor | None, input_block: int) -> Tensor:
+        """The product where fp32 scales differ along K: block-wise FP8. Products of one block are accumulated, scaled
+        and added in fp32, as DeepGEMM does, and rounded once."""
+        weight_block = self.weight_block or self.in_features
+        step = math.gcd(input_block, weight_block)
+        y = values.new_zeros(len(values), self.out_features, dtype=torch.float32)
+        for start in range(0, self.in_features, step):
+            part = slice(start, min(start + step, self.in_features))
+            product = linear(values[:, part].float(), self.weight[:, part].float())
+            if outer is not None:
+                at = start // input_block
+                product *= outer[:, at : at + 1] if outer.ndim else outer
+            if self.weight_outer is not None:
+                product *= self.weight_outer[:, start // weight_block] if self.weight_block else self.weight_outer
+            y += product
+        return y.to(values.dtype)
+
+    def dequantized(self) -> Tensor:
+        """``[M, K]`` fp32: the weight that this layer stands for."""
+        outer = self.weight_outer
+        if outer is None:
+            return self.weight.float()
+        if self.weight_block is not None:
+            return self.weight.float() * spread(outer, self.weight_block, self.in_features)
+        return self.weight.float() * (outer[:, None] if outer.ndim else outer)
 
     def forward(self, x: Tensor) -> Tensor:
         # Autocast would compute an fp32 target in bf16: its dtype is a choice that was made at load.

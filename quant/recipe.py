@@ -7,6 +7,7 @@ precision. Recipes come from a preset name or from a YAML file::
     name: mlp-only
     rules:
       - {modules: "*.mlp.*", weights: mxfp4-even, activations: fp8-token}
+      - {modules: "*.self_attn.*", weights: nvfp4, scales: sweep}   # how the weight's block scales are chosen
       - {modules: "*"}                       # everything else stays as it is
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import yaml
 
+from bitdraft.quant.scales.methods import ScaleMethod, scale_method
 from bitdraft.quant.schemes import (
     FP8_CHANNEL,
     FP8_TOKEN,
@@ -30,14 +32,20 @@ from bitdraft.quant.schemes import (
     scheme_named,
 )
 
+_PLAIN = "amax"
+
 
 @dataclass(frozen=True)
 class Rule:
-    """Modules whose dotted name matches the glob ``modules`` get these formats; ``None`` is high precision."""
+    """Modules whose dotted name matches the glob ``modules`` get these formats; ``None`` is high precision.
+
+    ``scales`` names the method that chooses the weight's block scales (``quant/scales/methods.py``).
+    """
 
     modules: str
     weights: str | None = None
     activations: str | None = None
+    scales: str = _PLAIN
 
     @property
     def leaves_alone(self) -> bool:
@@ -51,6 +59,16 @@ class Rule:
     def activation_scheme(self) -> Scheme | None:
         return scheme_named(self.activations) if self.activations else None
 
+    @property
+    def scale_method(self) -> ScaleMethod | None:
+        """How the weight is scaled; ``ValueError`` for an unknown method or one that does not suit the format."""
+        scheme = self.weight_scheme
+        if scheme is None:
+            if self.scales != _PLAIN:
+                raise ValueError(f"scales {self.scales!r} need a format under 'weights'")
+            return None
+        return scale_method(self.scales, scheme)
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -59,9 +77,9 @@ class Recipe:
     name: str
     rules: tuple[Rule, ...]
 
-    def rule_for(self, module: str) -> Rule | None:
-        """The first rule that matches the dotted module name, or ``None``."""
-        return next((r for r in self.rules if fnmatchcase(module, r.modules)), None)
+    def rule_for(self, *names: str) -> Rule | None:
+        """The first rule that matches a module by any of its dotted ``names``, or ``None``."""
+        return next((r for r in self.rules if any(fnmatchcase(name, r.modules) for name in names)), None)
 
     @property
     def leaves_all_alone(self) -> bool:
@@ -70,7 +88,11 @@ class Recipe:
     @property
     def fingerprint(self) -> str:
         """16 hex digits over the rules (not the name)."""
-        text = json.dumps([asdict(r) for r in self.rules], sort_keys=True)
+        described = [asdict(r) for r in self.rules]
+        for rule in described:  # plain scales go without saying: recipes from before there were others keep theirs
+            if rule["scales"] == _PLAIN:
+                del rule["scales"]
+        text = json.dumps(described, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -78,8 +100,8 @@ class Recipe:
 _ROUTERS = (Rule("*.gate"), Rule("*.router"), Rule("*.shared_expert_gate"))
 
 
-def _decoder_linears(name: str, weights: Scheme | None, activations: Scheme | None) -> Recipe:
-    rule = Rule("*.layers.*", weights.name if weights else None, activations.name if activations else None)
+def _decoder_linears(name: str, weights: Scheme | None, activations: Scheme | None, scales: str = _PLAIN) -> Recipe:
+    rule = Rule("*.layers.*", weights.name if weights else None, activations.name if activations else None, scales)
     return Recipe(name, (*_ROUTERS, rule) if weights else ())
 
 
@@ -93,16 +115,26 @@ PRESETS = {
         _decoder_linears("mxfp4a4", MXFP4_EVEN, MXFP4_RCEIL),
         _decoder_linears("nvfp4", NVFP4, NVFP4_KERNEL),
         _decoder_linears("nvfp4a16", NVFP4, None),
+        _decoder_linears("nvfp4-4over6", NVFP4, NVFP4_KERNEL, "four-over-six"),
+        _decoder_linears("nvfp4-sweep", NVFP4, NVFP4_KERNEL, "sweep"),
+        _decoder_linears("nvfp4a16-4over6", NVFP4, None, "four-over-six"),
+        _decoder_linears("nvfp4a16-sweep", NVFP4, None, "sweep"),
     )
 }
 
 
+AUTO = Recipe("auto", ())
+"""Stands for what a quantized checkpoint declares itself; ``load_target`` puts the recipe that says so in its place."""
+
+
 def load_recipe(name_or_file: str) -> Recipe:
-    """The preset of that name, or the recipe in that YAML file.
+    """The preset of that name, ``auto``, or the recipe in that YAML file.
 
     Raises ``ValueError`` for an unknown preset (naming the nearest), a missing or malformed file, an unknown
-    key or an unknown format.
+    key, an unknown format or scale method, or scales that do not suit the format.
     """
+    if name_or_file == AUTO.name:
+        return AUTO
     if name_or_file in PRESETS:
         return PRESETS[name_or_file]
     if name_or_file.endswith((".yaml", ".yml")):
@@ -110,7 +142,7 @@ def load_recipe(name_or_file: str) -> Recipe:
     near = difflib.get_close_matches(name_or_file, PRESETS, n=1, cutoff=0.0)[0]
     raise ValueError(
         f"unknown quantization preset {name_or_file!r}: did you mean {near!r}? "
-        f"(presets: {', '.join(PRESETS)}; or a .yaml recipe file)"
+        f"(presets: {', '.join(PRESETS)}; auto; or a .yaml recipe file)"
     )
 
 
@@ -127,14 +159,14 @@ def _recipe_from_yaml(path: Path) -> Recipe:
         raise ValueError(f"recipe file {path}: unknown key {sorted(map(str, unknown))[0]!r} (there are: name, rules)")
     rules = []
     for number, entry in enumerate(content["rules"], start=1):
-        keys = {"modules", "weights", "activations"}
+        keys = {"modules", "weights", "activations", "scales"}
         if not isinstance(entry, dict) or "modules" not in entry or set(entry) - keys:
             raise ValueError(f"recipe file {path}, rule {number}: the keys are {', '.join(sorted(keys))}")
-        if not all(isinstance(v, str) or (v is None and k != "modules") for k, v in entry.items()):
-            raise ValueError(f"recipe file {path}, rule {number}: patterns and formats are text")
+        if not all(isinstance(v, str) or (v is None and k in ("weights", "activations")) for k, v in entry.items()):
+            raise ValueError(f"recipe file {path}, rule {number}: patterns, formats and scale methods are text")
         rule = Rule(**entry)
         try:
-            _ = rule.weight_scheme, rule.activation_scheme
+            _ = rule.scale_method, rule.activation_scheme
         except ValueError as error:
             raise ValueError(f"recipe file {path}, rule {number}: {error}") from error
         rules.append(rule)

@@ -8,20 +8,19 @@ taken after the final norm; logits come from it through the model's own output h
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from bitdraft.quant.apply import Applied, apply_recipe
-from bitdraft.quant.attention import PACKED_SDPA
+from bitdraft.quant.checkpoints.attach import attach
 from bitdraft.quant.kv_cache import SlotCache
+from bitdraft.quant.loading import first_line, load_model, read_config, stored_checkpoint
 from bitdraft.quant.recipe import Recipe
 
 CompileChoice = Literal["auto", "on", "off"]
@@ -161,7 +160,7 @@ def load_tokenizer(target: str, *, trust_remote_code: bool = False) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"no tokenizer could be loaded for target {target!r}: {_first_line(error)}") from error
+        raise ValueError(f"no tokenizer could be loaded for target {target!r}: {first_line(error)}") from error
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer of target {target!r} has no chat template, which conversations need")
     return tokenizer
@@ -180,13 +179,24 @@ def load_target(
     """Load a model folder or hub id, freeze it and apply ``recipe``.
 
     Recipes with static activation scales are calibrated on ``calibration`` (token ids ``[1, T]`` each), by
-    default on the text that ships with Bitdraft. Raises ``ValueError`` in one sentence for a target that is
-    missing, damaged, incomplete or already quantized.
+    default on the text that ships with Bitdraft. The recipe ``AUTO`` takes a quantized checkpoint as it is: its
+    codes are decoded, and the target's recipe says what was found. Raises ``ValueError`` in one sentence for a
+    target that is missing, damaged or incomplete, that is already quantized under another recipe, or not under
+    ``AUTO``.
     """
     if compile_quantizer == "on" and not can_compile():
         raise ValueError("--compile-quantizer on needs a C++ compiler (g++ or clang++) on the PATH")
     compiled = compile_quantizer == "on" or (compile_quantizer == "auto" and can_compile())
-    model = _load_model(target, dtype, trust_remote_code).to(device)
+    config = read_config(target, trust_remote_code)
+    stored = stored_checkpoint(target, config, recipe, dtype)
+    model = load_model(target, config, dtype, trust_remote_code, stored).to(device)
+    if stored is not None:
+        scales = {name: layer.weight.outer for name, layer in stored.layers.items() if layer.weight.outer is not None}
+        fingerprint = fingerprint_of(model, scales)
+        applied, recipe = attach(model, stored, compiled=compiled)
+        wrapped = LowBitTarget(model, recipe, applied, name=target, fingerprint=fingerprint)
+        _check_logits(wrapped)
+        return wrapped
     fingerprint = fingerprint_of(model)
     if calibration is None and any(r.activation_scheme and r.activation_scheme.has_global_scale for r in recipe.rules):
         calibration = calibration_ids(load_tokenizer(target, trust_remote_code=trust_remote_code))
@@ -207,56 +217,22 @@ def calibration_ids(tokenizer: Any) -> list[Tensor]:
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
 
 
-def fingerprint_of(model: nn.Module) -> str:
+def fingerprint_of(model: nn.Module, scales: Mapping[str, Tensor] | None = None) -> str:
     """16 hex digits over the architecture and a sample of every weight: equal for equal models anywhere.
 
-    Samples (64 values per tensor) instead of all bytes, so that an 8B model costs a moment.
+    ``scales``: what the weights of a quantized checkpoint are still to be multiplied by. Samples (64 values per
+    tensor) instead of all bytes, so that an 8B model costs a moment.
     """
     config: Any = model.config
     described = {k: v for k, v in config.to_dict().items() if k not in _NOT_THE_MODEL}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
-    for name, weight in sorted(model.named_parameters()):
+    for name, weight in [*sorted(model.named_parameters()), *sorted((scales or {}).items())]:
         flat = weight.detach().reshape(-1)
         # Steps of a large prime wander over all rows and columns.
         index = torch.arange(64, device=flat.device) * 1_000_003 % flat.numel()
         digest.update(f"{name}{tuple(weight.shape)}".encode())
         digest.update(flat[index].float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _load_model(target: str, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
-    path = Path(target)
-    if path.exists() and not (path / "config.json").is_file():
-        raise ValueError(f"target folder {target} has no config.json: give a transformers model folder")
-    try:
-        config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"target {target!r} is neither a model folder nor a model id that can be reached: {_first_line(error)}"
-        ) from error
-    if getattr(config, "quantization_config", None):
-        raise ValueError(
-            f"target {target!r} is already quantized ({config.quantization_config.get('quant_method', 'unknown')}); "
-            "give its 16-bit checkpoint, which --target-quant then quantizes"
-        )
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            target,
-            dtype=dtype,
-            attn_implementation=PACKED_SDPA,
-            output_loading_info=True,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-        )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise ValueError(
-            f"target {target!r} could not be loaded (damaged or incomplete checkpoint?): {_first_line(error)}"
-        ) from error
-    absent = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
-    if absent:
-        raise ValueError(f"target {target!r} is incomplete: {len(absent)} weights are missing, e.g. {absent[0]}")
-    model.eval().requires_grad_(False)
-    return model
 
 
 @torch.no_grad()
@@ -272,7 +248,3 @@ def _check_logits(target: LowBitTarget) -> None:
             f"{target.name}: {type(target.model).__name__} changes its logits after the output head in a way "
             "that is not known here (quant/target.py, finish_logits)"
         )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -146,14 +146,6 @@ def test_a_width_of_48_fits_blocks_of_16() -> None:
     assert len(apply_recipe(model, load_recipe("nvfp4a16"), compiled=False).quantized) == 14
 
 
-@pytest.mark.parametrize("preset", ["fp8", "mxfp4", "nvfp4"])
-def test_experts_in_one_tensor_are_refused_rather_than_skipped(preset: str) -> None:
-    model = tiny_mixture()
-    assert any(p.ndim == 3 for p in model.parameters())
-    with pytest.raises(ValueError, match=r"module model\.layers\.0\.mlp\.experts keeps its experts in one"):
-        apply_recipe(model, load_recipe(preset), compiled=False, calibration=CALIBRATION)
-
-
 def test_experts_in_one_tensor_may_be_left_alone_on_purpose() -> None:
     model = tiny_mixture()
     recipe = Recipe("attention", (Rule("*.experts"), *load_recipe("mxfp4").rules))

@@ -1,4 +1,6 @@
-"""Block formats: laws of every scheme, and slow scalar versions of each scale rule as oracles.
+"""Block formats of the first presets: laws, and slow scalar versions of each scale rule as oracles.
+
+The laws of every other scheme are in ``test_quant_schemes.py``.
 
 The oracles work on Python floats and numpy fp32 scalars, one block at a time, and share no code with
 the product but the grids.
@@ -16,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bitdraft.quant.block import dequantize, nvfp4_global_scale, quantize, row_scale
+from bitdraft.quant.block import dequantize, quantize
+from bitdraft.quant.scale_rules import fp32_scale, nvfp4_global_scale
 from bitdraft.quant.schemes import (
     FP8_CHANNEL,
     FP8_TOKEN,
@@ -24,17 +27,16 @@ from bitdraft.quant.schemes import (
     MXFP4_RCEIL,
     NVFP4,
     NVFP4_KERNEL,
-    SCHEMES,
     Scheme,
-    scheme_named,
 )
 from bitdraft.quant.smallfloat import E4M3
 
-ALL = [pytest.param(s, id=s.name) for s in SCHEMES.values()]
+PRESETS = (FP8_CHANNEL, FP8_TOKEN, MXFP4_EVEN, MXFP4_RCEIL, NVFP4, NVFP4_KERNEL)
+ALL = [pytest.param(s, id=s.name) for s in PRESETS]
 MX = [pytest.param(s, id=s.name) for s in (MXFP4_EVEN, MXFP4_RCEIL)]
 TWO_LEVEL = [pytest.param(s, id=s.name) for s in (NVFP4, NVFP4_KERNEL)]
 FP8 = [pytest.param(s, id=s.name) for s in (FP8_CHANNEL, FP8_TOKEN)]
-BLOCKED = [pytest.param(s, id=s.name) for s in SCHEMES.values() if s.block]
+BLOCKED = [pytest.param(s, id=s.name) for s in PRESETS if s.block]
 
 LAW = settings(max_examples=40, deadline=None)
 COLUMNS = 32
@@ -409,7 +411,7 @@ def test_tokens_above_the_floor_use_their_own_scale() -> None:
 
 
 def test_the_scale_of_a_zero_row_of_weights_is_one() -> None:
-    assert row_scale(torch.tensor([0.0, 448.0]), FP8_CHANNEL).tolist() == [1.0, 1.0]
+    assert fp32_scale(torch.tensor([0.0, 448.0]), FP8_CHANNEL).tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("scheme", TWO_LEVEL)
@@ -436,14 +438,3 @@ def test_nvfp4_blocks_of_zeros_store_what_compressed_tensors_and_the_kernels_sto
     x[:, :16] = 0
     assert quantize(x, NVFP4).scale[0, 0] == 0.125
     assert quantize(x, NVFP4_KERNEL).scale[0, 0] == 0
-
-
-def test_an_unknown_scheme_is_an_error_that_names_the_nearest() -> None:
-    assert scheme_named("mxfp4-even") is MXFP4_EVEN
-    with pytest.raises(ValueError, match=r"unknown number format 'mxfp4-evn': did you mean 'mxfp4-even'\?"):
-        scheme_named("mxfp4-evn")
-
-
-def test_schemes_are_listed_under_their_own_names() -> None:
-    assert all(scheme.name == name for name, scheme in SCHEMES.items())
-    assert {s.name for s in SCHEMES.values() if s.has_global_scale} == {"nvfp4", "nvfp4-kernel"}

@@ -9,7 +9,7 @@ from bitdraft.quant.block import dequantize, quantize
 from bitdraft.quant.fake import fake_quantize, saturates_above, straight_through
 from bitdraft.quant.schemes import FP8_TOKEN, MXFP4_RCEIL, NVFP4, NVFP4_KERNEL, SCHEMES, Scheme
 
-ALL = [pytest.param(s, id=s.name) for s in SCHEMES.values()]
+ALL = [pytest.param(s, id=s.name) for s in SCHEMES.values() if s.scale != "static"]
 TWO_LEVEL = [pytest.param(s, id=s.name) for s in (NVFP4, NVFP4_KERNEL)]
 
 
@@ -26,8 +26,8 @@ def gradient(y: Tensor, x: Tensor, upstream: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scheme", ALL)
 def test_forward_is_quantization_and_the_gradient_is_the_identity(scheme: Scheme, dtype: torch.dtype) -> None:
-    x = sample(2, 3, 64, dtype=dtype).requires_grad_()
-    upstream = sample(2, 3, 64, dtype=dtype, seed=1)
+    x = sample(2, 3, 128, dtype=dtype).requires_grad_()
+    upstream = sample(2, 3, 128, dtype=dtype, seed=1)
     y = fake_quantize(x, scheme)
     assert y.dtype == dtype
     assert torch.equal(y, dequantize(quantize(x.detach(), scheme)).to(dtype))
@@ -59,8 +59,8 @@ def test_a_static_scale_stops_the_gradient_exactly_where_it_saturates(
 
 @pytest.mark.parametrize("scheme", TWO_LEVEL)
 def test_the_gradient_of_saturated_values_passes_on_request(scheme: Scheme) -> None:
-    x = sample(4, 64).requires_grad_()
-    upstream = sample(4, 64, seed=1)
+    x = sample(4, 128).requires_grad_()
+    upstream = sample(4, 128, seed=1)
     y = fake_quantize(x, scheme, global_scale=torch.tensor(2688.0), clip_gradient=False)
     assert torch.equal(y, fake_quantize(x, scheme, global_scale=torch.tensor(2688.0)))
     assert torch.equal(gradient(y, x, upstream), upstream)
@@ -75,8 +75,8 @@ def test_a_scale_that_follows_the_maximum_saturates_nowhere(scheme: Scheme) -> N
 
 @pytest.mark.parametrize("scheme", ALL)
 def test_autocast_changes_neither_value_nor_gradient(scheme: Scheme) -> None:
-    x = sample(4, 64).requires_grad_()
-    upstream = sample(4, 64, seed=1)
+    x = sample(4, 128).requires_grad_()
+    upstream = sample(4, 128, seed=1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = fake_quantize(x, scheme)
     assert y.dtype == torch.float32
@@ -86,7 +86,7 @@ def test_autocast_changes_neither_value_nor_gradient(scheme: Scheme) -> None:
 
 def test_a_low_bit_layer_trains_under_autocast_and_checkpointing_alike() -> None:
     """A head's own layer: both operands fake-quantized, run plain and recomputed in the backward pass."""
-    weight, x = sample(16, 64).requires_grad_(), sample(4, 64, seed=1).requires_grad_()
+    weight, x = sample(16, 128).requires_grad_(), sample(4, 128, seed=1).requires_grad_()
     g = torch.tensor(2688 / 1.5)
 
     def layer(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitdraft.quant.block import quantize
+from bitdraft.quant.block import dequantize, quantize
 from bitdraft.quant.linear import ActivationQuantizer, LowBitLinear
 from bitdraft.quant.schemes import (
     FP8_CHANNEL,
@@ -21,6 +21,7 @@ from bitdraft.quant.schemes import (
     NVFP4,
     NVFP4_KERNEL,
     Scheme,
+    scheme_named,
 )
 from bitdraft.quant.target import LowBitTarget
 
@@ -270,3 +271,43 @@ def test_the_layer_says_what_it_is(weights: Scheme, activations: Scheme | None) 
     text = repr(make_layer(weights, activations)[0])
     assert f"{K}, {M}, weights={weights.name}" in text
     assert f"activations={activations.name if activations else 'as they come'}" in text
+
+
+@pytest.mark.parametrize(
+    ("weights", "activations"),
+    [
+        ("fp8-block128", "fp8-group128"),
+        ("fp8-channel", "fp8-group128"),
+        ("mxfp4-even", "fp8-group128"),
+        ("fp8-block128", "fp8-token"),
+        ("fp8-block128", None),
+        ("fp8-tensor", "fp8-tensor-static"),
+        ("int4-g128", None),
+        ("int4-g128-asym", None),
+        ("int8-channel", "int8-token"),
+    ],
+)
+def test_scales_that_differ_along_the_row_are_applied_block_by_block(weights: str, activations: str | None) -> None:
+    """Against fp64 products of the dequantized factors; 40 rows and 384 columns leave a short block of rows."""
+    torch.manual_seed(0)
+    source = nn.Linear(384, 40).requires_grad_(False)
+    x = torch.randn(7, 384) * torch.logspace(-2, 2, 384)
+    scheme, inputs = scheme_named(weights), scheme_named(activations) if activations else None
+    static = torch.tensor(0.5) if activations == "fp8-tensor-static" else None
+    expected = dequantize(quantize(source.weight, scheme)).double()
+    rounded = dequantize(quantize(x, inputs, global_scale=static)).double() if inputs else x.double()
+    layer = LowBitLinear(source, scheme, inputs, ActivationQuantizer(compiled=False), input_global_scale=static)
+    torch.testing.assert_close(layer.dequantized().double(), expected, rtol=1e-6, atol=0)
+    product = rounded @ expected.T + source.bias.double()
+    torch.testing.assert_close(layer(x).double(), product, rtol=1e-4, atol=1e-4)
+    wanting = x.clone().requires_grad_()
+    layer(wanting).sum().backward()
+    assert wanting.grad is not None
+    passes = 1.0 if static is None else x.abs() <= 448 * static
+    torch.testing.assert_close(wanting.grad.double(), expected.sum(0).expand(7, -1) * passes, rtol=1e-4, atol=1e-4)
+
+
+def test_a_static_input_scale_is_required() -> None:
+    quantizer = ActivationQuantizer(compiled=False)
+    with pytest.raises(ValueError, match="fp8-tensor-static need a static scale"):
+        LowBitLinear(nn.Linear(32, 8), scheme_named("fp8-tensor"), scheme_named("fp8-tensor-static"), quantizer)

@@ -8,7 +8,19 @@ import yaml
 
 from bitdraft.quant.recipe import PRESETS, Recipe, Rule, load_recipe
 
-NAMES = ["none", "fp8", "mxfp4", "mxfp4a16", "mxfp4a4", "nvfp4", "nvfp4a16"]
+NAMES = [
+    "none",
+    "fp8",
+    "mxfp4",
+    "mxfp4a16",
+    "mxfp4a4",
+    "nvfp4",
+    "nvfp4a16",
+    "nvfp4-4over6",
+    "nvfp4-sweep",
+    "nvfp4a16-4over6",
+    "nvfp4a16-sweep",
+]
 LINEARS = [
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -42,25 +54,29 @@ def test_the_presets_are_these() -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "weights", "activations"),
+    ("preset", "weights", "activations", "scales"),
     [
-        ("fp8", "fp8-channel", "fp8-token"),
-        ("mxfp4", "mxfp4-even", "fp8-token"),
-        ("mxfp4a16", "mxfp4-even", None),
-        ("mxfp4a4", "mxfp4-even", "mxfp4-rceil"),
-        ("nvfp4", "nvfp4", "nvfp4-kernel"),
-        ("nvfp4a16", "nvfp4", None),
+        ("fp8", "fp8-channel", "fp8-token", "amax"),
+        ("mxfp4", "mxfp4-even", "fp8-token", "amax"),
+        ("mxfp4a16", "mxfp4-even", None, "amax"),
+        ("mxfp4a4", "mxfp4-even", "mxfp4-rceil", "amax"),
+        ("nvfp4", "nvfp4", "nvfp4-kernel", "amax"),
+        ("nvfp4a16", "nvfp4", None, "amax"),
+        ("nvfp4-4over6", "nvfp4", "nvfp4-kernel", "four-over-six"),
+        ("nvfp4-sweep", "nvfp4", "nvfp4-kernel", "sweep"),
+        ("nvfp4a16-4over6", "nvfp4", None, "four-over-six"),
+        ("nvfp4a16-sweep", "nvfp4", None, "sweep"),
     ],
 )
 def test_a_preset_takes_the_linear_layers_of_the_decoder_and_nothing_else(
-    preset: str, weights: str, activations: str | None
+    preset: str, weights: str, activations: str | None, scales: str
 ) -> None:
     recipe = load_recipe(preset)
     for name in LINEARS:
         for prefix in ("model.layers.0.", "model.language_model.layers.27."):
             rule = recipe.rule_for(prefix + name)
             assert rule is not None
-            assert (rule.weights, rule.activations) == (weights, activations)
+            assert (rule.weights, rule.activations, rule.scales) == (weights, activations, scales)
     for name in NEVER:
         rule = recipe.rule_for(name)
         assert rule is None or rule.leaves_alone
@@ -118,9 +134,27 @@ def test_the_fingerprint_follows_the_rules_and_not_the_name() -> None:
         (Rule("a", "mxfp4-even"), Rule("b")),
         (Rule("a", "nvfp4", "fp8-token"), Rule("b")),
         (Rule("c", "mxfp4-even", "fp8-token"), Rule("b")),
+        (Rule("a", "mxfp4-even", "fp8-token", "sweep-exponent"), Rule("b")),
     ]
     assert len({base, *(Recipe("x", r).fingerprint for r in others)}) == 1 + len(others)
     assert len({PRESETS[name].fingerprint for name in NAMES}) == len(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("preset", "fingerprint"),
+    [("none", "4f53cda18c2baa0c"), ("mxfp4", "8a9cf4352e62ccb0"), ("nvfp4", "f003b99684df6783")],
+)
+def test_plain_scales_do_not_change_a_fingerprint_that_is_on_record(preset: str, fingerprint: str) -> None:
+    assert PRESETS[preset].fingerprint == fingerprint
+
+
+def test_a_rule_reads_its_scale_method_from_yaml(recipe_file: Path) -> None:
+    recipe_file.write_text('rules: [{modules: "*", weights: nvfp4, scales: soar}]', encoding="utf-8")
+    (rule,) = load_recipe(str(recipe_file)).rules
+    assert rule == Rule("*", "nvfp4", None, "soar")
+    assert rule.scale_method is not None
+    assert rule.scale_method.name == "soar"
+    assert Rule("*").scale_method is None
 
 
 @pytest.mark.parametrize(
@@ -150,11 +184,25 @@ def test_a_missing_file_is_named(recipe_file: Path) -> None:
         ("- {modules: x}", "needs a list under 'rules'"),
         ("rules: {modules: x}", "needs a list under 'rules'"),
         ("rules:\n", "needs a list under 'rules'"),
-        ("rules: [{weights: nvfp4}]", "rule 1: the keys are activations, modules, weights"),
-        ("rules: [nvfp4]", "rule 1: the keys are activations, modules, weights"),
+        ("rules: [{weights: nvfp4}]", "rule 1: the keys are activations, modules, scales, weights"),
+        ("rules: [nvfp4]", "rule 1: the keys are activations, modules, scales, weights"),
         ("rules: [{modules: a}, {modules: b, weight: nvfp4}]", "rule 2: the keys are"),
         ("rules: [{modules: a}, {modules: b, weights: nvfp5}]", "rule 2: unknown number format 'nvfp5'"),
         ("rules: [{modules: a, activations: fp8}]", "rule 1: unknown number format 'fp8': did you mean"),
+        (
+            "rules: [{modules: a, weights: nvfp4, scales: swep}]",
+            "rule 1: unknown scale method 'swep': did you mean 'sweep'",
+        ),
+        ("rules: [{modules: a, weights: nvfp4, scales: null}]", "rule 1: patterns, formats and scale methods are text"),
+        (
+            "rules: [{modules: b}, {modules: a, weights: fp8-channel, scales: soar}]",
+            "rule 2: scales 'soar' belong to NVFP4 weights ('nvfp4'), not to 'fp8-channel'",
+        ),
+        (
+            "rules: [{modules: a, weights: nvfp4, scales: sweep-exponent}]",
+            "rule 1: scales 'sweep-exponent' belong to MX weights",
+        ),
+        ("rules: [{modules: a, scales: sweep}]", "rule 1: scales 'sweep' need a format under 'weights'"),
     ],
 )
 def test_a_malformed_file_is_an_error_that_names_file_and_rule(recipe_file: Path, text: str, complaint: str) -> None:

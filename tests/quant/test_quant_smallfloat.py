@@ -9,18 +9,24 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bitdraft.quant.smallfloat import E2M1, E4M3, SmallFloat, unit_in_first_place
+from bitdraft.quant.smallfloat import E2M1, E2M3, E3M2, E4M3, E5M2, SmallFloat, Ties, unit_in_first_place
+from bitdraft.quant.smallint import INT4, INT8, SmallInt
 
-GRIDS = [pytest.param(E2M1, id="e2m1"), pytest.param(E4M3, id="e4m3")]
+FORMATS = (E2M1, E2M3, E3M2, E4M3, E5M2)
+GRIDS = [pytest.param(f, id=f.name) for f in FORMATS]
+INTEGERS = [pytest.param(f, id=f.name) for f in (INT4, INT8)]
+TIES: tuple[Ties, ...] = ("even", "away", "zero")
 
 
-def nearest_even(x: Tensor, grid: SmallFloat) -> Tensor:
-    """The obvious search: the distance to every magnitude; of two that are equally near, the even code."""
+def nearest(x: Tensor, grid: SmallFloat, ties: Ties = "even") -> Tensor:
+    """The obvious search: the distance to every magnitude; of two that are equally near, the one ``ties`` names."""
     magnitudes = grid.magnitudes.double()
     distances = (x.double().abs().clamp(max=grid.max)[:, None] - magnitudes).abs()
-    nearest = distances == distances.amin(dim=1, keepdim=True)
-    even = torch.arange(len(magnitudes)) % 2 == 0
-    code = (nearest * (1 + even.int())).argmax(dim=1)
+    candidates = distances == distances.amin(dim=1, keepdim=True)
+    codes = torch.arange(len(magnitudes))
+    preferred = {"even": -(codes % 2), "away": codes, "zero": -codes}[ties]
+    score = preferred - len(magnitudes) * 2 * (~candidates).int()
+    code = score.argmax(dim=1)
     rounded = magnitudes[code].copysign(x.double()).float()
     return torch.where(x.isnan(), torch.nan, rounded)
 
@@ -29,12 +35,13 @@ def differing(ours: Tensor, reference: Tensor) -> Tensor:
     return (ours != reference) & ~(ours.isnan() & reference.isnan())
 
 
-def assert_rounds_to(x: Tensor, expected: Tensor, grid: SmallFloat) -> None:
-    wrong = differing(grid.round(x), expected)
+def assert_rounds_to(x: Tensor, expected: Tensor, grid: SmallFloat, ties: Ties = "even") -> None:
+    rounded = grid.round(x, ties=ties)
+    wrong = differing(rounded, expected)
     first = wrong.nonzero()[:3].flatten()
     assert not wrong.any(), (
         f"{int(wrong.sum())} of {x.numel()} wrong, e.g. {x[first].tolist()} gave "
-        f"{grid.round(x)[first].tolist()}, not {expected[first].tolist()}"
+        f"{rounded[first].tolist()}, not {expected[first].tolist()}"
     )
 
 
@@ -70,8 +77,11 @@ def test_e4m3_magnitudes_are_what_torch_decodes_from_the_same_codes() -> None:
 def test_the_derived_constants_are_those_of_the_formats() -> None:
     assert (E2M1.bias, E2M1.max_exponent, E2M1.min_normal) == (1, 2, 1.0)
     assert (E4M3.bias, E4M3.max_exponent, E4M3.min_normal) == (7, 8, 2.0**-6)
-    assert E2M1.magnitudes[-1] == E2M1.max
-    assert E4M3.magnitudes[-1] == E4M3.max
+    assert (E2M3.bias, E2M3.max_exponent, E2M3.min_normal, E2M3.magnitudes[1].item()) == (1, 2, 1.0, 0.125)
+    assert (E3M2.bias, E3M2.max_exponent, E3M2.min_normal, E3M2.magnitudes[1].item()) == (3, 4, 0.25, 0.0625)
+    assert (E5M2.bias, E5M2.max_exponent, E5M2.min_normal, E5M2.magnitudes[1].item()) == (15, 15, 2.0**-14, 2.0**-16)
+    assert all(grid.magnitudes[-1] == grid.max == -grid.min for grid in FORMATS)
+    assert [grid.bits for grid in FORMATS] == [4, 6, 6, 8, 8]
 
 
 def test_every_midpoint_of_e2m1_ties_to_even() -> None:
@@ -80,31 +90,91 @@ def test_every_midpoint_of_e2m1_ties_to_even() -> None:
     assert E2M1.round(-middles).tolist() == [0, -1, -1, -2, -2, -4, -4]
 
 
+@pytest.mark.parametrize("ties", TIES)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_round_is_right_on_both_sides_of_every_midpoint_and_grid_value(grid: SmallFloat) -> None:
+def test_round_is_right_on_both_sides_of_every_midpoint_and_grid_value(grid: SmallFloat, ties: Ties) -> None:
     x = neighbourhoods(grid)
-    assert_rounds_to(x, nearest_even(x, grid), grid)
+    assert_rounds_to(x, nearest(x, grid, ties), grid, ties)
+
+
+@pytest.mark.parametrize("ties", TIES)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_grid_values_round_to_themselves(grid: SmallFloat, ties: Ties) -> None:
+    x = torch.cat([grid.magnitudes, -grid.magnitudes])
+    assert torch.equal(grid.round(x, ties=ties), x)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_every_code_is_decoded_and_encoded_again(grid: SmallFloat) -> None:
+    codes = torch.arange(2**grid.bits).to(torch.uint8)
+    values = grid.decode(codes)
+    finite = torch.isfinite(values)
+    assert torch.equal(
+        values[finite].unique().double(), torch.cat([-grid.magnitudes, grid.magnitudes]).unique().double()
+    )
+    again = grid.encode(values)
+    negative_zero = 2 ** (grid.bits - 1)
+    expected = torch.where(codes == negative_zero, 0, codes)
+    assert torch.equal(again[finite], expected[finite].to(torch.uint8))
+
+
+@pytest.mark.parametrize(("grid", "dtype"), [(E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)])
+def test_fp8_codes_mean_what_torch_says_they_mean(grid: SmallFloat, dtype: torch.dtype) -> None:
+    codes = torch.arange(256).to(torch.uint8)
+    assert not differing(grid.decode(codes), codes.view(dtype).float()).any()
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_nan_is_a_code_where_the_format_has_one_and_zero_elsewhere(grid: SmallFloat) -> None:
+    code = grid.encode(torch.tensor([torch.nan]))
+    assert grid.decode(code).isnan().item() == (grid.bits == 8)
+    assert code.item() == (0x7F if grid.bits == 8 else 0)
+
+
+def test_codes_are_sign_exponent_mantissa() -> None:
+    assert E2M1.encode(torch.tensor([0.0, -0.0, 0.5, 6.0, -0.5, -6.0])).tolist() == [0, 0, 1, 7, 9, 15]
+    assert E2M3.encode(torch.tensor([0.125, 1.0, 7.5, -7.5])).tolist() == [1, 8, 31, 63]
+    assert E3M2.encode(torch.tensor([0.0625, 0.25, 28.0, -28.0])).tolist() == [1, 4, 31, 63]
+
+
+@pytest.mark.parametrize("element", INTEGERS)
+def test_integers_round_to_even_saturate_and_keep_nan(element: SmallInt) -> None:
+    x = torch.cat([torch.arange(-300, 301) / 2, torch.tensor([1e9, -torch.inf])])
+    expected = x.double().round().clamp(element.min, element.max)
+    rounded = element.round(x)
+    assert torch.equal(rounded.double(), expected)
+    assert not rounded[rounded == 0].signbit().any()
+    assert element.round(torch.tensor([torch.nan])).isnan().all()
+    assert torch.equal(element.decode(element.encode(rounded)), rounded)
+    assert element.encode(torch.tensor([torch.nan])).tolist() == [0]
+
+
+def test_integers_refuse_other_dtypes_and_ties() -> None:
+    with pytest.raises(ValueError, match=r"int4\.round works in fp32 with ties to even"):
+        INT4.round(torch.ones(2, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="ties 'away'"):
+        INT8.round(torch.ones(2), ties="away")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_round_is_right_for_every_16_bit_input(grid: SmallFloat, dtype: torch.dtype) -> None:
     x = all_values_of(dtype)
-    assert_rounds_to(x, nearest_even(x, grid), grid)
+    assert_rounds_to(x, nearest(x, grid), grid)
 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(width=32), min_size=1, max_size=64))
 def test_e2m1_rounds_any_fp32_number_to_the_nearest(values: list[float]) -> None:
     x = torch.tensor(values)
-    assert_rounds_to(x, nearest_even(x, E2M1), E2M1)
+    assert_rounds_to(x, nearest(x, E2M1), E2M1)
 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(-600, 600, width=32), min_size=1, max_size=64))
 def test_e4m3_rounds_any_fp32_number_to_the_nearest(values: list[float]) -> None:
     x = torch.tensor(values)
-    assert_rounds_to(x, nearest_even(x, E4M3), E4M3)
+    assert_rounds_to(x, nearest(x, E4M3), E4M3)
 
 
 def test_e4m3_equals_the_cast_of_torch_on_every_clamped_exponent_and_upper_mantissa() -> None:
@@ -177,10 +247,13 @@ def casts(shared: Path) -> dict[str, Tensor]:
         (E2M1, "e2m1/rne_spec_value"),
         (E2M1, "e2m1/compressed_tensors_value"),
         (E4M3, "e4m3/spec_value"),
+        pytest.param(E2M1, "e2m1/ties_away_gptoss_value", id="away"),
+        pytest.param(E2M1, "e2m1/ties_zero_modelopt_mxfp4_value", id="zero"),
     ],
 )
 def test_round_equals_the_reference_casts(casts: dict[str, Tensor], grid: SmallFloat, key: str) -> None:
-    assert_rounds_to(casts["x"], casts[key], grid)
+    ties: Ties = "away" if "away" in key else "zero" if "zero" in key else "even"
+    assert_rounds_to(casts["x"], casts[key], grid, ties)
 
 
 def test_e4m3_equals_the_bytes_that_torch_and_ml_dtypes_wrote(casts: dict[str, Tensor]) -> None:

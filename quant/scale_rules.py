@@ -1,0 +1,162 @@
+"""From the largest magnitude of a block to its scale: one small function per published rule.
+
+Scales here are *decode* scales: a value is code times scale. Everything is computed in the dtype that comes in,
+which is fp32 unless the scheme says otherwise (``Scheme.arithmetic``); E8M0 rules read the exponent off fp32 bits,
+because ``log2`` is one off just below powers of two. Shapes: one number per block, whatever the shape.
+"""
+
+import torch
+from torch import Tensor
+
+from bitdraft.quant.schemes import Scheme
+from bitdraft.quant.smallfloat import E2M1, E4M3, SmallFloat, unit_in_first_place
+
+NVFP4_RANGE = E4M3.max * E2M1.max  # 2688: the largest magnitude that one fp32 scale can reach
+_NVFP4_ZERO_BLOCK_SCALE = 0.125  # what compressed-tensors stores for a block of zeros
+_SMALLEST_AMAX = {"amax-1e-10": 1e-10, "pow2-1e-10": 1e-10, "amax-1e-4": 1e-4, "pow2-1e-4": 1e-4}
+_MANTISSA = 0x7FFFFF
+
+
+def fp32_scale(amax: Tensor, scheme: Scheme) -> Tensor:
+    """Scale of rows, groups and two-dimensional blocks from their largest magnitudes (all one-level fp32 rules).
+
+    A block of zeros gets some scale above 0 where the rule has no floor, so that it stays zero instead of 0/0.
+    """
+    largest = scheme.element.max
+    if scheme.scale in _SMALLEST_AMAX:
+        scale = amax.clamp(min=_SMALLEST_AMAX[scheme.scale]) / largest
+        if scheme.scale.startswith("pow2"):
+            power = power_of_two_above(scale.clamp(min=1e-10))
+            return torch.where(torch.isfinite(scale), power, torch.nan)
+        return scale
+    if scheme.scale == "amax-reciprocal":
+        return amax.clamp(min=1e-10) * torch.tensor(1.0 / largest, dtype=torch.float32)
+    if scheme.scale == "amax-or-zero":
+        return amax / largest
+    if scheme.scale == "amax-floored":
+        # vLLM's csrc/quantization/w8a8/fp8: tokens whose largest magnitude is below 1/512 share this scale.
+        return (amax / largest).clamp(min=1.0 / (largest * 512.0))
+    if scheme.scale == "hf-inverse":
+        scale = 1.0 / _finite(largest / amax)
+    elif scheme.scale == "range":
+        scale = amax / ((largest - scheme.element.min) / 2)
+    else:
+        scale = amax / largest
+    # A subnormal scale is too coarse to keep amax / scale within the range.
+    limits = torch.finfo(scale.dtype)
+    return torch.where(amax == 0, _of_zeros(scheme, limits), scale.clamp(min=limits.tiny))
+
+
+def _of_zeros(scheme: Scheme, limits: torch.finfo) -> float:
+    """The scale of a block of zeros: any will do; libraries that compute in the weights' dtype take its epsilon."""
+    return limits.eps if scheme.arithmetic == "input" else 1.0
+
+
+def multiplier(amax: Tensor, scale: Tensor, scheme: Scheme) -> Tensor | None:
+    """What values are multiplied by to become codes, or ``None`` where the rule divides them by ``scale``."""
+    if scheme.scale in ("amax-reciprocal", "hf-inverse"):
+        amax = amax.clamp(min=1e-10) if scheme.scale == "amax-reciprocal" else torch.where(amax == 0, 1.0, amax)
+        return _finite(scheme.element.max / amax)
+    if not scheme.reciprocal:
+        return None
+    return torch.where(scale == 0, torch.zeros_like(scale), _finite(1.0 / scale))
+
+
+def _finite(x: Tensor) -> Tensor:
+    """The inverse of a scale, at most that of the smallest normal one: infinity times zero is no number."""
+    return x.clamp(max=1.0 / torch.finfo(x.dtype).tiny)
+
+
+def zero_point_scale(lowest: Tensor, highest: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """Scale and zero point (an integer of the element's range) of ``range-zero-point``, compressed-tensors' order.
+
+    The range always contains zero, so that zero is a code of its own.
+    """
+    element = scheme.element
+    lowest, highest = lowest.clamp(max=0), highest.clamp(min=0)
+    scale = (highest - lowest) / (element.max - element.min)
+    limits = torch.finfo(scale.dtype)
+    scale = scale.clamp(min=limits.tiny)
+    zero = element.round((element.min - lowest / scale).float())
+    scale = torch.where(torch.isfinite(scale), scale, torch.nan)  # else codes would mean infinity, not NaN
+    zeros = highest == lowest
+    return torch.where(zeros, _of_zeros(scheme, limits), scale), torch.where(zeros, 0.0, zero)
+
+
+def e8m0_scale(amax: Tensor, scheme: Scheme) -> Tensor:
+    """Power-of-two scale of MX blocks (OCP MX v1.0 §6.3 with the rule's own rounding), fp32.
+
+    Exponents saturate at the E8M0 range; a block with NaN or infinity becomes NaN as a whole (byte 255; engines
+    do not agree here).
+    """
+    element, rule = scheme.element, scheme.scale
+    assert isinstance(element, SmallFloat)
+    bits = amax.view(torch.int32)
+    if rule in ("floor", "floor-stretched"):
+        byte = (bits >> 23) - element.max_exponent
+    elif rule == "ceil":
+        byte = (bits >> 23) + ((bits & _MANTISSA) > 0) - element.max_exponent
+    elif rule in ("even", "even-fp4"):
+        half_unit = 1 << (22 - (element.mantissa_bits if rule == "even" else E2M1.mantissa_bits))
+        byte = ((bits + half_unit) >> 23) - element.max_exponent
+    else:
+        ratio = amax * torch.tensor(1.0 / element.max, dtype=torch.float32)
+        return torch.where(torch.isfinite(amax), power_of_two_above(ratio), torch.nan)
+    return torch.where(torch.isfinite(amax), e8m0_values(byte.clamp(0, 254)), torch.nan)
+
+
+def power_of_two_above(x: Tensor) -> Tensor:
+    """The smallest power of two from 2^-127 up that is not below ``x``, fp32 and not negative, below 2^127.
+
+    In float arithmetic, which ``torch.compile`` vectorizes and bit casts stop it from.
+    """
+    lift = torch.where(x < 2.0**-40, 2.0**64, torch.where(x > 2.0**40, 2.0**-64, 1.0))  # into the range of the formula
+    lifted = x * lift
+    below = unit_in_first_place(lifted)
+    return (torch.where(below < lifted, 2 * below, below) / lift).clamp(min=2.0**-127)
+
+
+def e8m0_values(byte: Tensor) -> Tensor:
+    """``2^(byte - 127)`` in fp32 for integers 0 to 254; 2^-127 is subnormal."""
+    byte = byte.to(torch.int32)
+    return torch.where(byte == 0, 0x00400000, byte << 23).view(torch.float32)
+
+
+def nvfp4_global_scale(amax: Tensor) -> Tensor:
+    """NVFP4's fp32 *encode* scale ``2688 / amax`` (compressed-tensors' ``weight_global_scale``).
+
+    1 for zeros and for what is so small (below 8e-36) that the quotient overflows; NaN stays NaN.
+    """
+    smallest = NVFP4_RANGE / torch.finfo(torch.float32).max
+    return torch.where(amax <= smallest, torch.ones_like(amax), NVFP4_RANGE / amax)
+
+
+def nvfp4_decode_scale(amax: Tensor) -> Tensor:
+    """NVFP4's fp32 *decode* scale ``amax / 2688`` (modelopt's ``weight_scale_2``); 1 where its inverse overflows."""
+    smallest = NVFP4_RANGE / torch.finfo(torch.float32).max
+    return torch.where(amax <= smallest, torch.ones_like(amax), amax / NVFP4_RANGE)
+
+
+def e4m3_scale(amax: Tensor, scheme: Scheme, encode: Tensor, decode: Tensor) -> Tensor:
+    """NVFP4's E4M3 block scale, as fp32 values, under a global scale given in both conventions."""
+    largest = scheme.element.max
+    if scheme.scale == "two-level":
+        scale = E4M3.round((encode * (amax / largest)).float())
+        return torch.where(scale == 0, _NVFP4_ZERO_BLOCK_SCALE, scale)
+    if scheme.scale == "two-level-kernel":
+        return E4M3.round(encode * (amax * torch.tensor(1.0 / largest, dtype=torch.float32)))
+    if scheme.scale == "two-level-modelopt":
+        ratio = amax / (largest * decode)
+        return torch.where(ratio == 0, 1.0, E4M3.round(ratio.clamp(min=2.0**-9)))
+    return E4M3.round(((amax / largest) / decode).clamp(min=E4M3.min_normal))
+
+
+def nvfp4_codes(blocks: Tensor, scale: Tensor, scheme: Scheme, encode: Tensor, decode: Tensor) -> Tensor:
+    """Values divided by both scales, in the order of the scheme's owner, not yet rounded to the element."""
+    if scheme.scale == "two-level":
+        return blocks / (scale.to(blocks.dtype) / encode)
+    if scheme.scale == "two-level-kernel":
+        return blocks * torch.where(scale == 0, 0.0, 1.0 / (scale * (1.0 / encode)))
+    if scheme.scale == "two-level-modelopt":
+        return blocks / (scale * decode)
+    return blocks * ((1.0 / decode) / scale)
