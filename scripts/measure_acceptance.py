@@ -36,7 +36,7 @@ class Options:
     target: str = "demo"
     """Model folder or hub id; `demo` is the embedded SmolLM2-135M-Instruct."""
     target_quant: str = "mxfp4"
-    """Preset or YAML recipe that the target is served with."""
+    """Preset or YAML recipe that the target is served with, or `auto` for a checkpoint that is already quantized."""
     data: tuple[Path, ...] = ()
     """JSONL files of prompts, measured one by one; by default the shipped held-out prompts."""
     prompts: int = 80

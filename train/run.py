@@ -174,7 +174,7 @@ def _examples(
         examples = [e for c in conversations for e in written_examples(tokenizer, c, end_ids)]
     else:
         writer = target
-        if text_recipe.fingerprint != target.recipe.fingerprint:
+        if config.answers.quant and text_recipe.fingerprint != target.recipe.fingerprint:
             writer = _load(config, name, text_recipe, dtype, accelerator)
         examples = on_policy_examples(
             writer,

@@ -41,9 +41,10 @@ def trained(few_prompts: Path, smollm2: Path, tmp_path_factory: pytest.TempPathF
     run(
         "train/train_heads.py",
         *("--target-quant", "mxfp4", "--data", str(few_prompts), "--output-dir", str(folder)),
-        *("--answers.max-new-tokens", "24", "--optim.steps", "6", "--optim.batch-tokens", "80"),
+        *("--answers.max-new-tokens", "24", "--optim.steps", "12", "--optim.batch-tokens", "80"),
         *("--acceptance.prompts", "4", "--acceptance.max-new-tokens", "12", "--acceptance.check", "2"),
-        *("--eagle3.draft-vocab-size", "2048", "--compile-quantizer", "off"),
+        # From random weights: on so few tokens the least-squares start fits them all, and the loss can only rise.
+        *("--eagle3.draft-vocab-size", "2048", "--eagle3.start", "random", "--compile-quantizer", "off"),
     )
     return folder
 
@@ -59,8 +60,8 @@ def test_the_main_job_leaves_a_measured_export(trained: Path) -> None:
         assert result["lossless_checked"] == 2
         assert result["lossless_failed"] == 0
     losses = [json.loads(line)["loss"] for line in (trained / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert len(losses) == 6
-    assert losses[-1] < losses[0]
+    assert len(losses) == 12
+    assert sum(losses[-4:]) < sum(losses[:4])
 
 
 def test_measuring_in_fp32_is_exactly_lossless(trained: Path, few_prompts: Path, tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""A quantized checkpoint of a target for the engine: the codes and scales that a training run simulates.
+
+    python scripts/quantize_target.py --target demo --target-quant nvfp4a16 --out runs/demo-nvfp4a16
+
+Writes the target's folder with other weights, in compressed-tensors format, whole or not at all. Serve it with vLLM, or
+train on it with ``--target runs/demo-nvfp4a16 --target-quant auto``. Needs the ``checkpoints`` extra.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+from bitdraft.data.demo_target import resolve_target
+from bitdraft.quant.checkpoints.write import write_quantized
+from bitdraft.quant.recipe import load_recipe
+from bitdraft.quant.target import calibration_ids, load_tokenizer
+from bitdraft.train.environment import read_environment, stop_cleanly
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Write a quantized checkpoint in compressed-tensors format."""
+
+    out: Path
+    """Folder to write."""
+    target: str = "demo"
+    """Model folder or hub id in 16 bit; `demo` is the embedded SmolLM2-135M-Instruct."""
+    target_quant: str = "mxfp4"
+    """Preset or YAML recipe: fp8, mxfp4, mxfp4a16, mxfp4a4, nvfp4, nvfp4a16, …"""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """What the weights are loaded in before they are quantized; `auto` is the checkpoint's own type."""
+    device: str = "cpu"
+    overwrite: bool = False
+    """Replace the folder if it exists."""
+    trust_remote_code: bool = False
+    """Let the target's folder run its own Python code."""
+
+
+def main(options: Options) -> None:
+    recipe = load_recipe(options.target_quant)
+    name = resolve_target(options.target, read_environment().cache_dir)
+    schemes = [rule.activation_scheme for rule in recipe.rules]
+    calibration = []
+    if any(scheme is not None and scheme.has_global_scale for scheme in schemes):
+        calibration = calibration_ids(load_tokenizer(name, trust_remote_code=options.trust_remote_code))
+    written = write_quantized(
+        name,
+        recipe,
+        options.out,
+        dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
+        device=options.device,
+        calibration=calibration,
+        overwrite=options.overwrite,
+        trust_remote_code=options.trust_remote_code,
+    )
+    before, after = (size / 2**20 for size in (written.bytes_before, written.bytes_after))
+    print(f"{written.applied.summary()}\nweights: {before:,.1f} MiB before, {after:,.1f} MiB now")
+    print(f"checkpoint: {written.folder}")
+
+
+if __name__ == "__main__":
+    stop_cleanly(lambda: main(tyro.cli(Options)))

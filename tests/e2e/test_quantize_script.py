@@ -1,0 +1,58 @@
+"""``scripts/quantize_target.py`` as a user meets it, on the tiny model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bitdraft.quant.recipe import AUTO
+from bitdraft.quant.target import load_target
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(cwd: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
+    settings = {"BITDRAFT_CACHE": str(cwd / "cache"), "TOKENIZERS_PARALLELISM": "false"}
+    environ = {**{k: v for k, v in os.environ.items() if k != "BITDRAFT_DEBUG"}, **settings}
+    command = [sys.executable, str(ROOT / "scripts" / "quantize_target.py"), *flags]
+    return subprocess.run(command, env=environ, cwd=cwd, capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_from_target_to_checkpoint(tiny_folder: Path, tmp_path: Path) -> None:
+    flags = ["--target", str(tiny_folder), "--target-quant", "nvfp4", "--out", "runs/out"]
+    done = run(tmp_path, *flags)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.strip().splitlines()
+    assert "56 linear layers: weights nvfp4, activations nvfp4-kernel" in lines
+    assert lines[-1] == "checkpoint: runs/out"
+    out = tmp_path / "runs" / "out"
+    assert sorted(p.name for p in out.parent.iterdir()) == ["out"], "no temporary folder is left"
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["format"] == "nvfp4-pack-quantized"
+    target = load_target(str(out), AUTO, dtype=torch.float32, compile_quantizer="off")
+    assert target.states(torch.arange(5)[None]).last_hidden.isfinite().all()
+    again = run(tmp_path, *flags)
+    assert again.returncode == 2
+    assert again.stderr.strip().splitlines()[-1] == "error: runs/out exists: choose another --out, or add --overwrite"
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--target-quant", "none"), "recipe 'none' quantizes nothing"),
+        (("--target", "absent"), "absent"),
+    ],
+)
+def test_mistakes_end_with_one_sentence(
+    tiny_folder: Path, tmp_path: Path, flags: tuple[str, ...], complaint: str
+) -> None:
+    done = run(tmp_path, "--target", str(tiny_folder), "--out", "out", *flags)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert "Traceback" not in done.stdout + done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert complaint in last
+    assert not (tmp_path / "out").exists()
