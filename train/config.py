@@ -102,8 +102,8 @@ class RunConfig:
     target: str = "demo"
     """Model folder or hub id; `demo` is the embedded SmolLM2-135M-Instruct."""
     target_quant: str = "mxfp4"
-    """How the target is served: none, fp8, mxfp4, mxfp4a16, mxfp4a4, nvfp4, nvfp4a16 (also nvfp4-4over6, nvfp4-sweep and
-    their a16 forms), a YAML recipe, or `auto` for a checkpoint that is already quantized."""
+    """How the target is served: none, fp8, mxfp4, mxfp4a16, mxfp4a4, nvfp4, nvfp4a16 (also nvfp4-4over6, nvfp4-sweep
+    and their a16 forms), a YAML recipe, or `auto` for a checkpoint that is already quantized."""
     head: Literal["eagle3", "medusa"] = "eagle3"
     """Kind of draft head."""
     data: tuple[Path, ...] = ()
