@@ -220,7 +220,7 @@ def _input_scales(
         raise ValueError("this recipe has static activation scales and needs calibration text")
     _check_finite(model, chosen)  # else a damaged weight would be blamed on the inputs it spoils
     largest: dict[str, Tensor] = {}
-    with _watching_inputs(model, static, largest), torch.no_grad():
+    with watching_inputs(model, static, largest), torch.no_grad():
         for ids in calibration:
             model(input_ids=ids)
     pools: dict[tuple[str, Rule], list[str]] = defaultdict(list)
@@ -246,7 +246,7 @@ def any_expert(name: str) -> str:
 
 
 @contextmanager
-def _watching_inputs(model: nn.Module, names: set[str], largest: dict[str, Tensor]) -> Iterator[None]:
+def watching_inputs(model: nn.Module, names: set[str], largest: dict[str, Tensor]) -> Iterator[None]:
     """Record the largest input magnitude (fp32 scalar) of each named module while the block runs."""
 
     def watch(name: str) -> object:

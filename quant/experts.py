@@ -13,8 +13,10 @@ goes to, and the products of the gate once more before the down projection, unde
 experts. The router's weights multiply the outputs, whose sum is accumulated in fp32 and rounded once.
 """
 
+import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -167,6 +169,35 @@ def weight_of(model: nn.Module, name: str) -> Tensor:
         weight: Tensor = getattr(module, projection)[int(expert)]
         return weight.T if module.is_transposed else weight
     return model.get_parameter(f"{name}.weight")
+
+
+@dataclass(frozen=True)
+class StoredExpert:
+    """A layer of one expert as checkpoints name it (``….experts.3.up_proj``, Mixtral: ``….experts.3.w3``)."""
+
+    module: str
+    """The experts module in the model."""
+    number: str
+    part: Literal["gate", "up", "down"]
+
+    @property
+    def layer(self) -> str:
+        """The linear layer of ``RoutedExperts`` that holds it."""
+        return f"{self.module}.{'down_proj' if self.part == 'down' else 'gate_up_proj'}.{self.number}"
+
+
+_STORED = re.compile(r"(.+)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
+_PARTS: dict[str, Literal["gate", "up", "down"]] = {
+    "gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"
+}  # fmt: skip
+
+
+def stored_expert(name: str) -> StoredExpert | None:
+    """The expert's layer that ``name`` is in a checkpoint, if it is one."""
+    if (match := _STORED.fullmatch(name)) is None:
+        return None
+    block, number, projection = match.groups()
+    return StoredExpert(f"{block.replace('.block_sparse_moe', '.mlp')}.experts", number, _PARTS[projection])
 
 
 def _experts_of(module: RoutedExperts) -> Iterator[tuple[str, nn.Module]]:

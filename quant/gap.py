@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +20,7 @@ from bitdraft.quant.experts import kind_of, weight_of
 from bitdraft.quant.linear import LowBitLinear
 from bitdraft.quant.schemes import Scheme
 
-# N position, S hidden state compared (captured layers and the last), H hidden, V vocabulary, P prompt.
+# N position, S hidden state compared (captured layers and the last), H hidden, V vocabulary.
 
 SIXTEEN_BIT = 16
 """Bits of a weight that stays in high precision, also where this machine computes it in fp32."""
@@ -93,21 +92,6 @@ def compare_states(reference: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
 def joined(parts: Sequence[Gap]) -> Gap:
     """The positions of all parts, in order."""
     return Gap(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Gap)))
-
-
-def mean_interval(
-    values_N: Tensor, positions_P: Sequence[int], *, resamples: int = 2000, seed: int = 0
-) -> tuple[float, float]:
-    """95 % bootstrap interval, over prompts, of the mean of ``values_N`` (percentile method).
-
-    Prompt ``i`` has the next ``positions_P[i]`` values. Positions of one prompt are not independent, so whole
-    prompts are drawn.
-    """
-    sums = np.array([part.double().sum().item() for part in values_N.cpu().split(list(positions_P))])
-    draws = np.random.default_rng(seed).integers(0, len(sums), size=(resamples, len(sums)))
-    means = sums[draws].sum(1) / np.asarray(positions_P, dtype=np.float64)[draws].sum(1)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(low), float(high)
 
 
 _SCALE_BITS = {"e8m0": 8, "e4m3": 8, "fp32": 32}

@@ -113,8 +113,7 @@ def check_mx(vectors: Vectors, keys: Sequence[str]) -> Iterator[Finding]:
     """MXFP4, MXFP6 and MXFP8: codes, E8M0 bytes, dequantized values."""
     for start, fields in _fields(keys).items():
         peer, data = start.split("/")
-        scheme = PEERS.get(f"{vectors.file}/{peer}")
-        if scheme is None:
+        if (scheme := PEERS.get(f"{vectors.file}/{peer}")) is None:
             continue
         e = encode(vectors[f"in/{data}"], scheme)
         labels = _block_labels(vectors, data, 32)
@@ -152,8 +151,7 @@ def check_nvfp4(vectors: Vectors, keys: Sequence[str]) -> Iterator[Finding]:
     """NVFP4 of peers that scale by the largest magnitude: codes, E4M3 bytes, the global scale, dequantized values."""
     for start, fields in _fields(keys).items():
         peer, data = start.split("/")
-        scheme = PEERS.get(f"{vectors.file}/{peer}")
-        if scheme is None:
+        if (scheme := PEERS.get(f"{vectors.file}/{peer}")) is None:
             continue
         x = vectors[f"in/{data}"]
         given = None
@@ -186,8 +184,7 @@ def check_fp8(vectors: Vectors, keys: Sequence[str]) -> Iterator[Finding]:
     """FP8 weights and activations: codes and decode scales."""
     for start, fields in _fields(keys).items():
         peer, data = start.split("/")
-        scheme = PEERS.get(f"{vectors.file}/{peer}")
-        if scheme is None:
+        if (scheme := PEERS.get(f"{vectors.file}/{peer}")) is None:
             continue
         x = vectors[f"in/{data}"]
         static = vectors[f"{start}/scale"].squeeze() if scheme.scale == "static" else None

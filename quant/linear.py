@@ -26,8 +26,8 @@ from bitdraft.quant.smallint import SmallInt
 
 
 def quantize_into(values: Tensor, x: Tensor, global_scale: Tensor | None, scheme: Scheme) -> Tensor | None:
-    """Quantize ``x`` ``[N, K]`` to ``scheme``: write the values, return the outer scale (``[N, 1]``, ``[]`` or
-    none)."""
+    """Quantize ``x`` ``[N, K]`` to ``scheme``: write the values, return the outer scale (``[N, 1]``, ``[N, G]`` for
+    groups, ``[]``, or none)."""
     q = quantize(x, scheme, global_scale=global_scale)
     values.copy_(q.values)
     return q.outer

@@ -158,7 +158,8 @@ def _untie(model: nn.Module) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     if head.weight is embedding.weight:
         head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=embedding.weight.requires_grad)
-        model.config.tie_word_embeddings = False  # type: ignore[union-attr]
+        config: Any = model.config
+        config.tie_word_embeddings = False
 
 
 def _check_architecture(model: nn.Module, decoder: Any, size: int) -> None:
@@ -166,8 +167,9 @@ def _check_architecture(model: nn.Module, decoder: Any, size: int) -> None:
     known = {name for _, names in _READERS for name in names} | set(_WRITERS)
     inside = {"q_norm", "k_norm"}  # act within a head, behind the projections
     norms = {name for name, _ in _READERS}
-    if model.config.hidden_size != size:  # type: ignore[union-attr]
-        raise ValueError(f"a rotation of {size} channels does not fit a hidden size of {model.config.hidden_size}")  # type: ignore[union-attr]
+    config: Any = model.config
+    if config.hidden_size != size:
+        raise ValueError(f"a rotation of {size} channels does not fit a hidden size of {config.hidden_size}")
     for number, block in enumerate(decoder.layers):
         owners = {name.rsplit(".", 2)[-2] for name, _ in block.named_parameters()}
         unknown = owners - known - inside - norms

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
 import tyro
 
 from bitdraft.data.demo_target import resolve_target
@@ -24,7 +23,7 @@ from bitdraft.quant.target import CompileChoice, load_target, load_tokenizer
 from bitdraft.speculators.export import load_head, recipe_of_head
 from bitdraft.train import acceptance
 from bitdraft.train.config import AcceptanceConfig
-from bitdraft.train.environment import default_dtype, read_environment, stop_cleanly
+from bitdraft.train.environment import chosen_dtype, read_environment, stop_cleanly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +68,7 @@ def main(options: Options) -> None:
     files = options.data or (demo_file("heldout"),)
     sets = [(path.stem, read_conversations([path])) for path in files]
     name = resolve_target(options.target, read_environment().cache_dir)
-    dtype = default_dtype(options.device) if options.dtype == "auto" else getattr(torch, options.dtype)
+    dtype = chosen_dtype(options.dtype, options.device)
     tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
     target = load_target(
         name,

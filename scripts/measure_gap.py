@@ -21,13 +21,14 @@ from tqdm import tqdm
 from bitdraft.data.chat import Example, end_of_turn_ids
 from bitdraft.data.demo_target import resolve_target
 from bitdraft.data.regenerate import AnswerSettings, on_policy_examples
-from bitdraft.data.sources import Conversation, demo_file, read_conversations
+from bitdraft.data.sources import demo_file, read_conversations
 from bitdraft.quant.files import write_text_atomically
 from bitdraft.quant.recipe import Recipe, load_recipe
 from bitdraft.quant.target import CompileChoice, LowBitTarget, load_target, load_tokenizer
 from bitdraft.speculators.eagle3 import default_capture_layers
 from bitdraft.train import gap
-from bitdraft.train.environment import default_dtype, machine_facts, read_environment, stop_cleanly
+from bitdraft.train.acceptance import first_turn
+from bitdraft.train.environment import chosen_dtype, machine_facts, read_environment, stop_cleanly
 from bitdraft.train.gap_report import draw, report
 
 
@@ -71,10 +72,10 @@ class Options:
 def main(options: Options) -> None:
     recipes = _recipes(options.recipes)
     files = options.data or (demo_file("heldout"),)
-    asked = [_first_turn(c) for c in read_conversations(files)[: options.prompts]]
+    asked = [replace(c, messages=tuple(first_turn(c))) for c in read_conversations(files)[: options.prompts]]
     cache = read_environment().cache_dir
     name = resolve_target(options.target, cache)
-    dtype = default_dtype(options.device) if options.dtype == "auto" else getattr(torch, options.dtype)
+    dtype = chosen_dtype(options.dtype, options.device)
     tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
     options.out.mkdir(parents=True, exist_ok=True)  # now, not after an hour
 
@@ -135,12 +136,6 @@ def _recipes(named: Sequence[str]) -> list[Recipe]:
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"--recipes has two recipes called {twice[0]!r}: name each one once")
     return recipes
-
-
-def _first_turn(conversation: Conversation) -> Conversation:
-    """Everything up to the first user message."""
-    first = next(i for i, m in enumerate(conversation.messages) if m.role == "user")
-    return replace(conversation, messages=conversation.messages[: first + 1])
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from bitdraft.quant.files import folder_written_atomically, sha256_of
+from bitdraft.quant.rotation import ORIGINAL, basis_name, check_basis
 from bitdraft.quant.target import LowBitTarget
 from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.formats import eagle3_vllm, medusa_vllm
@@ -34,6 +35,7 @@ def export_head(head: DraftHead, target: LowBitTarget, path: Path, *, draft_leng
         "recipe": target.recipe.name,
         "recipe_fingerprint": target.recipe.fingerprint,
         "target_fingerprint": target.fingerprint,
+        "residual_basis": basis_name(target.model),
     }
     with folder_written_atomically(path) as fresh:
         save_file(weights, fresh / "model.safetensors", metadata={"format": "pt"})
@@ -72,11 +74,16 @@ def load_head(path: Path, target: LowBitTarget) -> DraftHead:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     head.fits(target)
+    try:
+        check_basis(recipe_of_head(path).get("residual_basis", ORIGINAL), target.model)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     return head.placed(target.device, target.dtype).eval().requires_grad_(False)
 
 
 def recipe_of_head(path: Path) -> dict[str, Any]:
-    """What the export says it was trained against (``recipe``, ``recipe_fingerprint``, ``target_fingerprint``)."""
+    """What the export says it was trained against (``recipe``, ``recipe_fingerprint``, ``target_fingerprint``,
+    ``residual_basis``)."""
     return dict(_json_object(path / "config.json").get("bitdraft", {}))
 
 

@@ -71,7 +71,18 @@ def total(parts: Sequence[Acceptance], draft_length: int) -> Acceptance:
 
 def length_interval(parts: Sequence[Acceptance], *, resamples: int = 2000, seed: int = 0) -> tuple[float, float]:
     """95 % bootstrap interval of the acceptance length over prompts (percentile method)."""
-    low, high = np.quantile(_resampled_lengths(parts, _draws(len(parts), resamples, seed)), [0.025, 0.975])
+    return ratio_interval([p.emitted for p in parts], [max(p.passes, 1) for p in parts], resamples=resamples, seed=seed)
+
+
+def ratio_interval(
+    numerators: Sequence[float], denominators: Sequence[float], *, resamples: int = 2000, seed: int = 0
+) -> tuple[float, float]:
+    """95 % bootstrap interval of ``Σ numerators / Σ denominators`` (percentile method), one pair per prompt.
+
+    What belongs to one prompt is not independent, so whole prompts are drawn.
+    """
+    ratios = _resampled_ratios(numerators, denominators, _draws(len(numerators), resamples, seed))
+    low, high = np.quantile(ratios, [0.025, 0.975])
     return float(low), float(high)
 
 
@@ -96,6 +107,9 @@ def _draws(prompts: int, resamples: int, seed: int) -> "np.ndarray[tuple[int, in
 
 
 def _resampled_lengths(parts: Sequence[Acceptance], draws: np.ndarray) -> np.ndarray:
-    emitted = np.array([p.emitted for p in parts], dtype=np.float64)
-    passes = np.array([p.passes for p in parts], dtype=np.float64)
-    return emitted[draws].sum(1) / np.maximum(passes[draws].sum(1), 1)
+    return _resampled_ratios([p.emitted for p in parts], [max(p.passes, 1) for p in parts], draws)
+
+
+def _resampled_ratios(numerators: Sequence[float], denominators: Sequence[float], draws: np.ndarray) -> np.ndarray:
+    above, below = (np.array(numbers, dtype=np.float64) for numbers in (numerators, denominators))
+    return above[draws].sum(1) / below[draws].sum(1)

@@ -55,7 +55,7 @@ def prompt_set(
     new_tokens = how.max_new_tokens + max(how.draft_lengths) + 1
     ids, prompts = [], []
     for conversation in conversations[: how.prompts]:
-        tokens = prompt_ids(tokenizer, _first_turn(conversation))
+        tokens = prompt_ids(tokenizer, first_turn(conversation))
         if len(tokens) + new_tokens > target.context_length:
             raise ValueError(
                 f"{conversation.source}: the prompt has {len(tokens)} tokens, which with {new_tokens} new ones exceeds "
@@ -66,7 +66,7 @@ def prompt_set(
     return PromptSet(name, tuple(ids), tuple(prompts))
 
 
-def _first_turn(conversation: Conversation) -> list[Message]:
+def first_turn(conversation: Conversation) -> list[Message]:
     """Everything up to the first user message."""
     first = next(i for i, m in enumerate(conversation.messages) if m.role == "user")
     return list(conversation.messages[: first + 1])

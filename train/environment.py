@@ -58,6 +58,11 @@ def give_memory_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def chosen_dtype(name: str, device: str) -> torch.dtype:
+    """What a ``--dtype`` option means: ``auto`` is ``default_dtype``."""
+    return default_dtype(device) if name == "auto" else getattr(torch, name)
+
+
 class RunFailed(RuntimeError):
     """A run that ended with a result nobody should use: a loss that is not finite, an answer that differs."""
 

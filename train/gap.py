@@ -14,8 +14,9 @@ from torch import Tensor
 
 from bitdraft.data.batches import make_batch
 from bitdraft.data.chat import Example
-from bitdraft.quant.gap import Gap, compare, compare_weights, joined, mean_interval
+from bitdraft.quant.gap import Gap, compare, compare_weights, joined
 from bitdraft.quant.target import LowBitTarget
+from bitdraft.speculators.metrics import ratio_interval
 
 _ROWS = 8  # sequences per forward pass: their captured states are the largest thing in memory beside the models
 
@@ -73,7 +74,8 @@ def gap_on(
 def _states(target: LowBitTarget, tokens: Tensor, capture: Sequence[int]) -> Tensor:
     """``[B, T, S, H]``: the captured layers, then the final state."""
     states = target.states(tokens, capture=capture)
-    return torch.cat([states.captured, states.last_hidden[:, :, None]], dim=2)
+    last = states.last_hidden[:, :, None]
+    return torch.cat([states.captured, last], dim=2) if capture else last
 
 
 def _numbers(gap: Gap, positions: Sequence[int], capture: Sequence[int], seed: int) -> dict[str, Any]:
@@ -83,9 +85,9 @@ def _numbers(gap: Gap, positions: Sequence[int], capture: Sequence[int], seed: i
         "prompts": len(positions),
         "positions": sum(positions),
         "top1_agreement": _mean(gap.agrees),
-        "top1_agreement_ci95": list(mean_interval(gap.agrees, positions, seed=seed)),
+        "top1_agreement_ci95": list(mean_interval(gap.agrees, positions, seed)),
         "one_minus_tv": 1 - tv,
-        "one_minus_tv_ci95": list(mean_interval(1 - gap.tv, positions, seed=seed)),
+        "one_minus_tv_ci95": list(mean_interval(1 - gap.tv, positions, seed)),
         "tv": tv,
         "kl_low_reference": _mean(gap.kl_low_reference),
         "kl_reference_low": _mean(gap.kl_reference_low),
@@ -100,3 +102,9 @@ def _numbers(gap: Gap, positions: Sequence[int], capture: Sequence[int], seed: i
 
 def _mean(values: Tensor) -> float:
     return float(values.double().mean())
+
+
+def mean_interval(values_N: Tensor, positions_P: Sequence[int], seed: int) -> tuple[float, float]:
+    """95 % bootstrap interval, over prompts, of the mean; prompt ``i`` has the next ``positions_P[i]`` values."""
+    sums = [part.double().sum().item() for part in values_N.cpu().split(list(positions_P))]
+    return ratio_interval(sums, positions_P, seed=seed)

@@ -69,7 +69,7 @@ def train(
     if first >= optim.steps:
         return head
     answer = sum(len(e.answer) for e in examples) / len(examples)
-    uses = round(optim.batch_tokens * ranks * (optim.steps - first) / answer)
+    uses = round(optim.batch_tokens * (optim.steps - first) / answer)
     source = StateSource(target, examples, head.capture_layers, config.states, uses=uses)
     if first == 0:
         head.start_from(_first_batches(source, len(examples)))

@@ -35,7 +35,7 @@ from bitdraft.speculators.vocab import DraftVocab, default_draft_size
 from bitdraft.train import acceptance
 from bitdraft.train.config import RunConfig
 from bitdraft.train.config_io import to_plain, to_yaml
-from bitdraft.train.environment import Environment, default_dtype
+from bitdraft.train.environment import Environment, chosen_dtype
 from bitdraft.train.loop import train
 
 _MAY_DIFFER = ("resume", "checkpoint", "acceptance", "tracker", "output_dir", "compile_quantizer", "states")
@@ -123,7 +123,7 @@ def _accelerator(config: RunConfig, environment: Environment, folder: Path) -> A
 
 
 def _wants_bf16(config: RunConfig, device: str) -> bool:
-    return (default_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)) == torch.bfloat16
+    return chosen_dtype(config.dtype, device) == torch.bfloat16
 
 
 def _dtype(config: RunConfig, accelerator: Accelerator) -> torch.dtype:

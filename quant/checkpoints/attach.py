@@ -5,7 +5,6 @@ stored holds for all. One global weight scale is kept too, so that layers that w
 the engine would decode some of them wrongly.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
@@ -16,13 +15,9 @@ from bitdraft.quant.apply import Applied, any_expert, fused_groups
 from bitdraft.quant.block import Quantized
 from bitdraft.quant.checkpoints.read import StoredCheckpoint
 from bitdraft.quant.checkpoints.stored import Formats, StoredLayer
-from bitdraft.quant.experts import expert_projections, experts_around, separate_experts
+from bitdraft.quant.experts import expert_projections, experts_around, separate_experts, stored_expert
 from bitdraft.quant.linear import ActivationQuantizer, LowBitLinear
 from bitdraft.quant.recipe import AUTO, Recipe, Rule
-
-_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
-_AFTER_GATE = ("down_proj", "w2")
-_OF_GATE = ("gate_proj", "w1")
 
 
 def attach(model: nn.Module, stored: StoredCheckpoint, *, compiled: bool) -> tuple[Applied, Recipe]:
@@ -71,18 +66,16 @@ def _by_module_name(model: nn.Module, stored: StoredCheckpoint) -> dict[str, Sto
     found: dict[str, StoredLayer] = {}
     halves: dict[str, dict[bool, tuple[str, StoredLayer]]] = defaultdict(dict)
     for name, layer in stored.layers.items():
-        expert = _EXPERT.fullmatch(name)
+        expert = stored_expert(name)
         if name in linears:
             found[name] = layer
         elif expert is None:
             raise ValueError(f"the checkpoint quantizes {name}, which is no linear layer of {type(model).__name__}")
         else:
-            block, number, projection = expert.groups()
-            experts = f"{block.replace('.block_sparse_moe', '.mlp')}.experts"
-            if projection in _AFTER_GATE:
-                found[f"{experts}.down_proj.{number}"] = layer
+            if expert.part == "down":
+                found[expert.layer] = layer
             else:
-                halves[f"{experts}.gate_up_proj.{number}"][projection in _OF_GATE] = (name, layer)
+                halves[expert.layer][expert.part == "gate"] = (name, layer)
     for name, parts in halves.items():
         if len(parts) == 1:
             ((present, _),) = parts.values()

@@ -96,7 +96,8 @@ def decoded(
     q = to_quantized(encoded)
     check_finite(name, q.values)
     if isinstance(encoded.scheme.element, SmallInt) and q.block is not None:
-        rounded = dequantize(Quantized(q.values, q.outer.to(served).float(), q.scale, q.block))  # type: ignore[union-attr]
+        assert q.outer is not None, "groups have scales of their own"
+        rounded = dequantize(Quantized(q.values, q.outer.to(served).float(), q.scale, q.block))
         q = Quantized(rounded.to(served).float(), None, q.scale)
     return StoredLayer(formats, q, input_scale)
 

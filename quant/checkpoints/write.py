@@ -23,7 +23,7 @@ from bitdraft.quant.checkpoints.declare import check_has_layout, quantization_co
 from bitdraft.quant.checkpoints.read import method_of, quantization_of
 from bitdraft.quant.checkpoints.tensors import TensorFiles, model_folder
 from bitdraft.quant.codes import Encoded, e8m0_bytes
-from bitdraft.quant.experts import RoutedExperts, expert_projections, experts_around
+from bitdraft.quant.experts import RoutedExperts, StoredExpert, expert_projections, experts_around, stored_expert
 from bitdraft.quant.files import folder_written_atomically
 from bitdraft.quant.linear import LowBitLinear
 from bitdraft.quant.loading import load_model, read_config
@@ -34,7 +34,6 @@ from bitdraft.quant.smallfloat import E4M3
 
 _LARGEST_FILE = 5 * 2**30
 _WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx)(\.index\.json)?|config\.json|\..*")
-_EXPERT_WEIGHT = re.compile(r"(.+)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
 
 
 @dataclass(frozen=True)
@@ -135,13 +134,12 @@ def _checkpoint_names(model: nn.Module, applied: Applied, files: TensorFiles) ->
         layer = tensor.removesuffix(".weight")
         if layer in applied.quantized:
             renamed[layer] = _Part(layer, slice(None))
-        elif expert := _EXPERT_WEIGHT.fullmatch(layer):
-            block, number, projection = expert.groups()
-            experts = f"{block.replace('.block_sparse_moe', '.mlp')}.experts"
-            down = projection in ("down_proj", "w2")
-            name = f"{experts}.{'down_proj' if down else 'gate_up_proj'}.{number}"
-            if name in applied.quantized and not model.get_submodule(experts).interleaved:
-                renamed[layer] = _Part(name, _rows(model, name, projection))
+        elif (
+            (expert := stored_expert(layer))
+            and expert.layer in applied.quantized
+            and not model.get_submodule(expert.module).interleaved
+        ):
+            renamed[layer] = _Part(expert.layer, _rows(model, expert))
     covered = {part.layer for part in renamed.values()}
     if missing := [name for name in applied.quantized if name not in covered]:
         kept = f"the experts {around[missing[0]]} in one tensor" if missing[0] in around else f"no {missing[0]}.weight"
@@ -149,13 +147,11 @@ def _checkpoint_names(model: nn.Module, applied: Applied, files: TensorFiles) ->
     return renamed
 
 
-def _rows(model: nn.Module, name: str, projection: str) -> slice:
-    layer = model.get_submodule(name)
+def _rows(model: nn.Module, expert: StoredExpert) -> slice:
+    layer = model.get_submodule(expert.layer)
     assert isinstance(layer, LowBitLinear)
     half = layer.out_features // 2
-    return {"gate_proj": slice(half), "w1": slice(half), "up_proj": slice(half, None), "w3": slice(half, None)}.get(
-        projection, slice(None)
-    )
+    return {"gate": slice(half), "up": slice(half, None), "down": slice(None)}[expert.part]
 
 
 def _tensors(

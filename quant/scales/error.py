@@ -16,7 +16,7 @@ from bitdraft.quant.block import check_divides
 from bitdraft.quant.schemes import Element, Scheme
 
 _CHUNK = 2**16
-"""Elements per chunk: 256 KiB of fp32, so the passes of a search stay in the cache (the sweep: 4 times as fast)."""
+"""Elements per chunk: 256 KiB of fp32, so the passes of a search stay in the cache."""
 
 
 def by_rows(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:

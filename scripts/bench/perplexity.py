@@ -21,14 +21,15 @@ from torch import Tensor, nn
 
 from bitdraft.data.chat import Example, end_of_turn_ids, written_examples
 from bitdraft.data.demo_target import resolve_target
-from bitdraft.data.regenerate import AnswerSettings, on_policy_examples, right_padded
+from bitdraft.data.regenerate import AnswerSettings, on_policy_examples
 from bitdraft.data.sources import Conversation, demo_file, read_conversations
+from bitdraft.quant.apply import fused_groups, watching_inputs
 from bitdraft.quant.block import Quantized, nvfp4_global_scale
 from bitdraft.quant.calibrate import calibrate_layer_by_layer
 from bitdraft.quant.files import write_text_atomically
 from bitdraft.quant.gptq import gptq_quantize
 from bitdraft.quant.linear import ActivationQuantizer, LowBitLinear
-from bitdraft.quant.recipe import load_recipe
+from bitdraft.quant.recipe import Rule, load_recipe
 from bitdraft.quant.scales.methods import quantize_together, scale_method
 from bitdraft.quant.schemes import MXFP4_EVEN, MXFP4_RCEIL, NVFP4, NVFP4_KERNEL, Scheme
 from bitdraft.quant.target import LowBitTarget, load_target, load_tokenizer
@@ -40,7 +41,8 @@ from bitdraft.quant.transforms import (
     hadamard_transform,
 )
 from bitdraft.quant.wush import wush_transform
-from bitdraft.train.environment import default_dtype, machine_facts, read_environment, stop_cleanly
+from bitdraft.train.environment import chosen_dtype, machine_facts, read_environment, stop_cleanly
+from bitdraft.train.gap import gap_on
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def main(options: Options) -> None:
     cache = read_environment().cache_dir
     name = resolve_target(options.target, cache)
     tokenizer = load_tokenizer(name)
-    dtype = default_dtype(options.device) if options.dtype == "auto" else getattr(torch, options.dtype)
+    dtype = chosen_dtype(options.dtype, options.device)
 
     def unquantized() -> LowBitTarget:
         return load_target(name, load_recipe("none"), dtype=dtype, device=options.device)
@@ -235,56 +237,29 @@ def _transform(method: Method, hessian: Tensor, weights: Tensor, dtype: torch.dt
 
 def _together(model: nn.Module) -> dict[str, list[str]]:
     """Every linear layer of the blocks, with those that read the same input."""
-    fused = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-    found: dict[str, list[str]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and ".layers." in name:
-            parent, _, leaf = name.rpartition(".")
-            found[name] = [f"{parent}.{n}" for n in next((f for f in fused if leaf in f), (leaf,))]
-    return found
+    rule = Rule("*.layers.*")
+    linears = {n: rule for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n}
+    return {name: members for members in fused_groups(linears) for name in members}
 
 
 @torch.no_grad()
 def _set_static_scales(
     target: LowBitTarget, method: Method, batches: Sequence[Tensor], quantizer: ActivationQuantizer
 ) -> None:
-    largest: dict[LowBitLinear, Tensor] = {}
-
-    def watch(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        assert isinstance(layer, LowBitLinear)
-        amax = args[0].abs().amax().float()
-        largest[layer] = torch.maximum(largest[layer], amax) if layer in largest else amax
-
-    layers = [m for m in target.model.modules() if isinstance(m, LowBitLinear)]
-    handles = [layer.register_forward_pre_hook(watch) for layer in layers]
-    for ids in batches:
-        target.states(ids)
-    for handle in handles:
-        handle.remove()
-    for layer, amax in largest.items():
-        layer.input_global_scale, layer.activations = nvfp4_global_scale(amax), method.activations
+    layers = {name: m for name, m in target.model.named_modules() if isinstance(m, LowBitLinear)}
+    largest: dict[str, Tensor] = {}
+    with watching_inputs(target.model, set(layers), largest):
+        for ids in batches:
+            target.states(ids)
+    for name, layer in layers.items():
+        layer.input_global_scale, layer.activations = nvfp4_global_scale(largest[name]), method.activations
     quantizer.forget()
 
 
-@torch.no_grad()
-def _score(target: LowBitTarget, base: LowBitTarget, examples: Sequence[Example], rows: int = 8) -> tuple[float, float]:
+def _score(target: LowBitTarget, base: LowBitTarget, examples: Sequence[Example]) -> tuple[float, float]:
     """Perplexity of the answers and mean KL divergence from ``base``, over answer tokens."""
-    nll = divergence = 0.0
-    for start in range(0, len(examples), rows):
-        part = examples[start : start + rows]
-        ids = right_padded([[*e.prompt, *e.answer] for e in part]).to(target.device)
-        position = torch.arange(ids.shape[1] - 1, device=target.device) + 1  # of the token that is predicted
-        first = torch.tensor([len(e.prompt) for e in part], device=target.device)[:, None]
-        end = first + torch.tensor([len(e.answer) for e in part], device=target.device)[:, None]
-        chosen = (position >= first) & (position < end)
-        wanted = ids[:, 1:][chosen]
-        hidden = [t.states(ids).last_hidden[:, :-1][chosen] for t in (target, base)]
-        for piece, exact, token in zip(*(h.split(256) for h in hidden), wanted.split(256), strict=True):
-            log_q, log_p = (t.logits(h).float().log_softmax(-1) for t, h in ((target, piece), (base, exact)))
-            nll -= float(log_q.gather(-1, token[:, None]).double().sum())
-            divergence += float((log_p.exp() * (log_p - log_q)).double().sum())
-    tokens = sum(len(e.answer) for e in examples)
-    return math.exp(nll / tokens), divergence / tokens
+    gap = gap_on(base, target, examples, capture=())
+    return math.exp(gap.nll_low.double().mean()), float(gap.kl_reference_low.double().mean())
 
 
 if __name__ == "__main__":

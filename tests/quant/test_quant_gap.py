@@ -18,7 +18,6 @@ from bitdraft.quant.gap import (
     compare_states,
     compare_weights,
     joined,
-    mean_interval,
     stored_bits,
 )
 from bitdraft.quant.schemes import (
@@ -150,31 +149,6 @@ def test_joined_keeps_the_order() -> None:
     both = joined([a, b])
     assert both.cosine.shape == (5, 3)
     assert torch.equal(both.tv, torch.cat([a.tv, b.tv]))
-
-
-# The interval
-
-
-def test_the_interval_of_a_constant_is_a_point() -> None:
-    assert mean_interval(torch.full((9,), 0.5), [2, 3, 4]) == (0.5, 0.5)
-
-
-def test_the_interval_draws_prompts_and_weighs_them_by_their_positions() -> None:
-    # Two prompts: all draws are (a, a), (a, b), (b, b), with means 1, 4/5 and 0.
-    values = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
-    assert mean_interval(values, [4, 1]) == (0.0, 1.0)
-    narrow = mean_interval(values.repeat(200), [4, 1] * 200)
-    assert 0.74 < narrow[0] < 0.8 < narrow[1] < 0.86
-
-
-def test_the_interval_follows_the_seed() -> None:
-    values = torch.rand(60, generator=torch.Generator().manual_seed(0))
-    assert mean_interval(values, [3] * 20, seed=1) == mean_interval(values, [3] * 20, seed=1)
-    assert mean_interval(values, [3] * 20, seed=1) != mean_interval(values, [3] * 20, seed=2)
-
-
-def test_the_interval_takes_booleans() -> None:
-    assert mean_interval(torch.tensor([True, True, True]), [1, 2]) == (1.0, 1.0)
 
 
 # Weights

@@ -12,6 +12,7 @@ from tiny import save_tiny_target
 from torch import Tensor
 
 from bitdraft.quant.recipe import load_recipe
+from bitdraft.quant.rotation import random_rotation, rotate_residual
 from bitdraft.quant.target import LowBitTarget, load_target
 from bitdraft.speculators import export
 from bitdraft.speculators.base import DraftHead
@@ -205,3 +206,15 @@ def test_a_second_export_replaces_the_first_as_a_whole(
     assert load_head(path, rounded).kind == "medusa"
     assert not (path / "stray").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["head"]
+
+
+def test_a_head_is_refused_in_another_basis(make_head: Make, tmp_path: Path) -> None:
+    """A head trained on a plain target gets no rotated states, and the other way round."""
+    folder = str(save_tiny_target(tmp_path / "target", num_hidden_layers=8))
+    plain, rotated = (load_target(folder, load_recipe("none"), dtype=torch.float32) for _ in range(2))
+    rotate_residual(rotated.model, random_rotation(rotated.hidden_size))
+    for name, own, other in (("plain", plain, rotated), ("rotated", rotated, plain)):
+        export_head(make_head("eagle3"), own, tmp_path / name, draft_length=2)
+        load_head(tmp_path / name, own)
+        with pytest.raises(ValueError, match=rf"{name}: the head reads hidden states in the basis .*unrotate"):
+            load_head(tmp_path / name, other)

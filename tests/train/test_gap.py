@@ -8,7 +8,7 @@ import torch
 
 from bitdraft.data.chat import Example
 from bitdraft.quant.target import LowBitTarget
-from bitdraft.train.gap import gap_on, measure
+from bitdraft.train.gap import gap_on, mean_interval, measure
 from bitdraft.train.gap_report import draw, report
 
 CAPTURE = (2, 4, 5)
@@ -115,3 +115,25 @@ def test_the_picture_is_one(document: dict[str, Any], tmp_path: Any) -> None:
     draw(document, tmp_path / "gap.png")
     assert (tmp_path / "gap.png").read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in tmp_path.iterdir()] == ["gap.png"]
+
+
+def test_the_interval_of_a_constant_is_a_point() -> None:
+    assert mean_interval(torch.full((9,), 0.5), [2, 3, 4], 0) == (0.5, 0.5)
+
+
+def test_the_interval_draws_prompts_and_weighs_them_by_their_positions() -> None:
+    # Two prompts: all draws are (a, a), (a, b), (b, b), with means 1, 4/5 and 0.
+    values = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
+    assert mean_interval(values, [4, 1], 0) == (0.0, 1.0)
+    narrow = mean_interval(values.repeat(200), [4, 1] * 200, 0)
+    assert 0.74 < narrow[0] < 0.8 < narrow[1] < 0.86
+
+
+def test_the_interval_follows_the_seed() -> None:
+    values = torch.rand(60, generator=torch.Generator().manual_seed(0))
+    assert mean_interval(values, [3] * 20, 1) == mean_interval(values, [3] * 20, 1)
+    assert mean_interval(values, [3] * 20, 1) != mean_interval(values, [3] * 20, 2)
+
+
+def test_the_interval_takes_booleans() -> None:
+    assert mean_interval(torch.tensor([True, True, True]), [1, 2], 0) == (1.0, 1.0)
