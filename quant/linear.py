@@ -49,10 +49,22 @@ _WORTH_COMPILING = 2**16
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compile`` that fails instead of falling back to eager when it has recompiled too often."""
+    """``torch.compile`` for any sizes of tensors, with the numbers of the scheme as constants.
+
+    Left to itself dynamo takes an element's bits and a block's size for inputs that may change, and inductor then
+    computes powers of two with ``std::pow`` in the innermost loop. Fails instead of falling back to eager when it has
+    recompiled too often.
+    """
     # All schemes are one code object to dynamo: dtypes and single rows of each need more than its default of 8.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    return torch.compile(function, dynamic=True, fullgraph=True)
+    compiled = torch.compile(function, dynamic=True, fullgraph=True)
+    constants = torch._dynamo.config.patch(specialize_int=True, specialize_float=True)
+
+    def call(*arguments: Any) -> Any:
+        with constants:
+            return compiled(*arguments)
+
+    return call
 
 
 class ActivationQuantizer:

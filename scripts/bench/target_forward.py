@@ -2,8 +2,9 @@
 
     python scripts/bench/target_forward.py --json docs/results/target_forward.json
 
-Recipes run in turn, round after round, so that a drifting machine slows all of them alike; the ratio is
-taken within each round and its median printed. Captured layers included, no logits.
+Recipes run in turn, round after round, so that a drifting machine slows all of them alike, each round beginning
+with another one, because what runs before leaves its mark on caches and memory; the ratio is taken within each
+round and its median printed. Captured layers included, no logits.
 """
 
 import json
@@ -33,7 +34,7 @@ class Options:
     """Presets or recipe files to time."""
     batch: int = 4
     tokens: int = 512
-    rounds: int = 9
+    rounds: int = 12
     json: Annotated[Path | None, tyro.conf.arg(name="json")] = None
     """Where to write the numbers."""
 
@@ -57,10 +58,12 @@ def main(options: Options) -> None:
     for variant in variants.values():  # warm up: compilation, allocator
         variant.states(ids, capture=capture)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(options.rounds):
-        for name, variant in variants.items():
+    names = list(variants)
+    for number in range(options.rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
             start = time.perf_counter()
-            variant.states(ids, capture=capture)
+            variants[name].states(ids, capture=capture)
             seconds[name].append(time.perf_counter() - start)
     results = []
     print(f"median of {options.rounds} rounds, {options.batch} × {options.tokens} tokens")
