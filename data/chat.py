@@ -27,6 +27,13 @@ def prompt_ids(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     return _tokenize(tokenizer, _render(tokenizer, messages, generation_prompt=True))
 
 
+def conversation_ids(tokenizer: Any, conversation: Conversation) -> list[int]:
+    """Token ids of a whole record; one that ends with a question ends where the answer begins."""
+    messages = conversation.messages
+    asks = messages[-1].role != "assistant"
+    return _tokenize(tokenizer, _render(tokenizer, messages, generation_prompt=asks))
+
+
 def written_examples(tokenizer: Any, conversation: Conversation, end_ids: set[int]) -> list[Example]:
     """The assistant turns that the record already holds, one example each.
 

@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from bitdraft.data.chat import Example, prompt_ids
 from bitdraft.data.sources import Conversation, Message
+from bitdraft.quant.attention.kv_cache import WORTH_DROPPING, SlotCache
 from bitdraft.quant.files import write_text_atomically
-from bitdraft.quant.kv_cache import WORTH_DROPPING, SlotCache
 from bitdraft.quant.target import LowBitTarget
 
 Report = Callable[[int, int], None]

@@ -1,26 +1,32 @@
 """Apply a recipe to a transformers model, in place.
 
 Layers that an engine fuses (q, k and v; gate and up) share one NVFP4 scale per tensor, for weights and for
-inputs, because the engine keeps only one of them; scale methods see the weights of such layers as one matrix.
-Static input scales are measured on calibration text before anything is quantized.
+inputs, because the engine keeps only one of them; scale methods see the weights of such layers as one matrix, and
+they share one transform. Static input scales are measured on calibration text before anything is quantized. Recipes
+that look at inputs are applied block by block, each block's inputs coming from the blocks already quantized.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from bitdraft.quant.block import Quantized, check_divides, nvfp4_global_scale, quantize
-from bitdraft.quant.experts import experts_around, kind_of, separate_experts
+from bitdraft.quant.at_load import loaded
+from bitdraft.quant.attention.kv_rounding import KvRounding
+from bitdraft.quant.attention.low_bit import LowBitAttention, describe
+from bitdraft.quant.block import Quantized
+from bitdraft.quant.calibrate import calibrate_layer_by_layer
+from bitdraft.quant.choose import choose_layers, fused_groups
+from bitdraft.quant.experts import kind_of, separate_experts
+from bitdraft.quant.input_scales import input_scales
 from bitdraft.quant.linear import ActivationQuantizer, LowBitLinear
 from bitdraft.quant.recipe import Recipe, Rule
+from bitdraft.quant.residual import Fitted, check_can_correct, describe_residuals, fit_residuals
 from bitdraft.quant.scales.four_over_six import blocks_at_four
-from bitdraft.quant.scales.methods import quantize_together
-
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+from bitdraft.quant.transforms import TransformedInput, TransformMemory
+from bitdraft.quant.weights import block_transform_of, compensated_weights, scaled_weights
 
 
 @dataclass(frozen=True)
@@ -33,21 +39,34 @@ class Applied:
     quantizer: ActivationQuantizer
     fours: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Layers under FourOverSix: how many blocks were scaled to 4, of how many."""
+    transforms: TransformMemory = field(default_factory=TransformMemory)
+    residuals: dict[str, Fitted] = field(default_factory=dict)
+    """What residual corrections added, by layer."""
+    cache: KvRounding | None = None
+    """What the KV cache makes of keys and values (``quant/attention/apply.py``, as what follows)."""
+    attention: Mapping[str, LowBitAttention] | None = None
+    """Low-bit attention by the name of the attention module."""
+    computed_by: str = ""
+    """Who computes, and what that changed (``Recipe.computed_by``); empty for the plain rules."""
 
     def summary(self) -> str:
         """A few lines for the log: which formats on how many layers, and what was left alone and why."""
-        formats = Counter((r.weights, r.scales, r.activations) for r in self.quantized.values())
-        of_experts = Counter(
-            (r.weights, r.scales, r.activations) for n, r in self.quantized.items() if ".experts." in n
-        )
-        lines = [
-            f"{count} linear layers{f' ({inside} of experts)' if (inside := of_experts[key]) else ''}: weights "
-            f"{key[0]}{'' if key[1] == 'amax' else f' ({key[1]} scales)'}, activations {key[2] or 'in high precision'}"
-            for key, count in formats.items()
+        formats = Counter(replace(r, modules="") for r in self.quantized.values())
+        of_experts = Counter(replace(r, modules="") for n, r in self.quantized.items() if ".experts." in n)
+        lines = [self.computed_by] if self.computed_by else []
+        lines += [
+            f"{count} linear layers{f' ({inside} of experts)' if (inside := of_experts[rule]) else ''}: {rule.formats}"
+            for rule, count in formats.items()
         ]
         if self.fours:
             shares = ", ".join(f"{kind} {four / blocks:.1%}" for kind, (four, blocks) in self.fours_by_kind().items())
             lines.append(f"blocks scaled to 4 instead of 6: {shares}")
+        if self.residuals:
+            lines.append(describe_residuals(list(self.residuals.values())))
+        if self.cache is not None:
+            lines.append(self.cache.describe())
+        if self.attention is not None:
+            lines.append(describe(list(self.attention.values())))
         reasons: dict[str, list[str]] = defaultdict(list)
         for name, reason in self.left_alone.items():
             reasons[reason].append(name)
@@ -65,6 +84,11 @@ class Applied:
             kinds[kind] = before[0] + four, before[1] + blocks
         return kinds
 
+    def forget(self) -> None:
+        """Drop the inputs that layers remember for each other, so that their memory can be freed."""
+        self.quantizer.forget()
+        self.transforms.forget()
+
 
 def apply_recipe(
     model: nn.Module,
@@ -76,57 +100,69 @@ def apply_recipe(
 ) -> Applied:
     """Replace the linear layers that ``recipe`` names by ``LowBitLinear``, in place.
 
-    ``calibration``: token ids ``[1, T]`` each, run through the unquantized model when the recipe has static
-    activation scales. ``watch`` is called with every layer's name and its quantized weight, block scales included,
-    which the layer itself does not keep. Raises ``ValueError`` naming the module or rule for a pattern that matches
-    nothing, a width that does not divide into blocks, a weight that is not finite, experts of a kind that is not
-    known, scales that do not suit their format, or missing calibration text.
+    ``calibration``: token ids ``[B, T]`` each, without padding, for recipes with static activation scales and for
+    those that look at inputs (GPTQ, WUSH, residuals). ``watch`` is called with every layer's name and its quantized
+    weight, block scales included, which the layer itself does not keep. Raises ``ValueError`` naming the module or rule
+    for a pattern that matches nothing, a width that does not divide into blocks, a weight that is not finite, experts
+    of a kind that is not known or that are to be corrected, scales, a rounding or a transform that do not suit their
+    format, or missing calibration text.
     """
-    _check_scales(recipe)
+    _check_rules(recipe)
     separate_experts(model, lambda *names: (rule := recipe.rule_for(*names)) is not None and not rule.leaves_alone)
-    chosen, left_alone = _choose(model, recipe)
-    quantizer = ActivationQuantizer(compiled)
+    chosen, left_alone = choose_layers(model, recipe)
+    _check_finite(model, chosen)
+    corrected = {name: rule.residual for name, rule in chosen.items() if rule.residual}
+    check_can_correct(model, corrected, calibration)
+    originals = {name: model.get_parameter(f"{name}.weight").detach() for name in corrected}
+    applied = Applied(
+        chosen, left_alone, ActivationQuantizer(compiled), computed_by=recipe.computed_by * (recipe.profile != "plain")
+    )
     groups = fused_groups(chosen)
-    input_scales = _input_scales(model, chosen, groups, calibration)
-    fours: dict[str, tuple[int, int]] = {}
-    for members in groups:
-        weight_scale = _shared_weight_scale(model, chosen, members)
-        quantized = _quantized_by_method(model, chosen[members[0]], members)
+    before = [members for members in groups if chosen[members[0]].transform == "none"]
+    scales = input_scales(model, chosen, before, calibration)
+    waiting = {name: members for members in groups for name in members}
+
+    def place(members: list[str], hessian: Tensor | None) -> None:
+        _quantize_group(model, members, chosen[members[0]], hessian, scales, applied, watch)
         for name in members:
-            rule = chosen[name]
-            assert rule.weight_scheme is not None
-            source = model.get_submodule(name)
-            assert isinstance(source, nn.Linear)
-            try:
-                layer = LowBitLinear(
-                    source,
-                    rule.weight_scheme,
-                    rule.activation_scheme,
-                    quantizer,
-                    weight_global_scale=weight_scale,
-                    input_global_scale=input_scales.get(name),
-                    quantized=quantized.get(name),
+            del waiting[name]
+
+    def visit(name: str, _linear: nn.Linear, hessian: Tensor) -> None:
+        if name in waiting:  # else it was placed along with the first of its group
+            place(waiting[name], hessian)
+
+    if recipe.looks_at_inputs:
+        _check_calibration(recipe, calibration)
+    if any(rule.looks_at_inputs for rule in chosen.values()):
+        calibrate_layer_by_layer(model, calibration, visit, wanted=waiting.__contains__)
+    for members in groups:
+        if members[0] in waiting:
+            if chosen[members[0]].looks_at_inputs:
+                raise ValueError(
+                    f"module {members[0]} lies outside the decoder's blocks, where calibration sees no inputs: "
+                    "give it a rule of its own, without gptq and wush"
                 )
-            except ValueError as error:
-                raise ValueError(f"module {name}: {error}") from error
-            model.set_submodule(name, layer)
-            if watch is not None:
-                q = quantized.get(name)
-                if q is None:
-                    q = quantize(source.weight.detach(), rule.weight_scheme, global_scale=weight_scale)
-                watch(name, q)
-            if name in quantized and rule.scales.startswith("four-over-six"):
-                four = blocks_at_four(quantized[name])
-                fours[name] = int(four.sum()), four.numel()
-    return Applied(chosen, left_alone, quantizer, fours)
+            place(members, None)
+    _quantize_transformed_inputs(model, chosen, groups, calibration)
+    if corrected:
+        applied.residuals.update(fit_residuals(model, originals, corrected, calibration))
+        applied.forget()
+    return applied
 
 
-def _check_scales(recipe: Recipe) -> None:
+def _check_rules(recipe: Recipe) -> None:
     for rule in recipe.rules:
         try:
-            _ = rule.scale_method
+            rule.check()
         except ValueError as error:
             raise ValueError(f"recipe {recipe.name!r}, rule {rule.modules!r}: {error}") from error
+
+
+def _check_calibration(recipe: Recipe, calibration: Sequence[Tensor]) -> None:
+    if not calibration:
+        raise ValueError(
+            f"recipe {recipe.name!r} looks at the inputs of layers (gptq, wush, residual): it needs calibration text"
+        )
 
 
 def _check_finite(model: nn.Module, names: Iterable[str]) -> None:
@@ -135,130 +171,58 @@ def _check_finite(model: nn.Module, names: Iterable[str]) -> None:
             raise ValueError(f"module {name}: the weight holds NaN or infinity")
 
 
-def _quantized_by_method(model: nn.Module, rule: Rule, members: list[str]) -> dict[str, Quantized]:
-    """The weights of a group as the rule's scale method leaves them; nothing where the scales are plain."""
-    scheme, method = rule.weight_scheme, rule.scale_method
-    if scheme is None or method is None or method.name == "amax":
-        return {}
+def _quantize_group(
+    model: nn.Module,
+    members: list[str],
+    rule: Rule,
+    hessian: Tensor | None,
+    input_scales: Mapping[str, Tensor],
+    applied: Applied,
+    watch: Callable[[str, Quantized], None] | None,
+) -> None:
+    """Put the low-bit form of layers that read the same input in their places."""
+    scheme = rule.weight_scheme
+    assert scheme is not None
+    linears = [model.get_submodule(name) for name in members]
     weights = [model.get_parameter(f"{name}.weight").detach() for name in members]
-    _check_finite(model, members)
-    return dict(zip(members, quantize_together(weights, scheme, method), strict=True))
-
-
-def _choose(model: nn.Module, recipe: Recipe) -> tuple[dict[str, Rule], dict[str, str]]:
-    """Which linear layers the rules pick, and why the others stay; refuses what it would have to skip."""
-    chosen: dict[str, Rule] = {}
-    left_alone: dict[str, str] = {}
-    around = experts_around(model)
-    for name, module in model.named_modules():
-        rule = recipe.rule_for(*((around[name], name) if name in around else (name,)))
-        wanted = rule is not None and not rule.leaves_alone
-        if isinstance(module, nn.Linear):
-            if wanted:
-                assert rule is not None
-                chosen[name] = rule
-                for scheme in (rule.weight_scheme, rule.activation_scheme):
-                    if scheme is not None:
-                        try:
-                            check_divides(module.in_features, scheme)
-                        except ValueError as error:
-                            raise ValueError(f"module {name}: {error}") from error
-                if rule.weight_scheme is None:
-                    raise ValueError(f"recipe {recipe.name!r}, rule {rule.modules!r}: activations without weights")
-            else:
-                left_alone[name] = f"rule {rule.modules!r}" if rule else "no rule matches"
-        elif (kept := _own_matrices(module)) and rule is not None:
-            if rule.leaves_alone:
-                left_alone[name] = f"rule {rule.modules!r}"
-            elif isinstance(module, nn.Conv1d) or all(tensor.ndim == 2 for tensor in kept.values()):
-                left_alone[name] = f"{type(module).__name__} is not a linear layer"
-            else:
-                stacked = next(parameter for parameter, tensor in kept.items() if tensor.ndim > 2)
-                raise ValueError(
-                    f"module {name} keeps its experts in one tensor ({stacked}) in a way that is not known here: "
-                    "leave it alone with a rule of its own, or use --target-quant none"
-                )
-    for rule in recipe.rules:
-        if not rule.leaves_alone and rule not in chosen.values():
-            raise ValueError(f"recipe {recipe.name!r}: no linear layer matches the pattern {rule.modules!r}")
-    return chosen, left_alone
-
-
-def _own_matrices(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in module.named_parameters(recurse=False) if tensor.ndim >= 2}
-
-
-def fused_groups(chosen: dict[str, Rule]) -> list[list[str]]:
-    """The chosen layers, those that engines fuse together in one list (if one rule covers them all)."""
-    groups: dict[tuple[str, object, Rule], list[str]] = defaultdict(list)
-    for name, rule in chosen.items():
-        parent, _, leaf = name.rpartition(".")
-        fused = next((f for f in _FUSED if leaf in f), leaf)
-        groups[parent, fused, rule].append(name)
-    return list(groups.values())
-
-
-def _shared_weight_scale(model: nn.Module, chosen: dict[str, Rule], members: list[str]) -> Tensor | None:
-    scheme = chosen[members[0]].weight_scheme
-    if scheme is None or not scheme.has_global_scale:
-        return None
-    weights: list[Tensor] = [model.get_submodule(name).weight for name in members]  # type: ignore[misc]
-    return nvfp4_global_scale(torch.stack([w.abs().amax().float() for w in weights]).amax())
-
-
-def _input_scales(
-    model: nn.Module, chosen: dict[str, Rule], groups: list[list[str]], calibration: Sequence[Tensor]
-) -> dict[str, Tensor]:
-    """Static encode scales of inputs: ``2688 / amax`` over the calibration text.
-
-    One tensor object per group, and one for the same projection of all experts.
-    """
-    static = {n for n, r in chosen.items() if r.activation_scheme and r.activation_scheme.has_global_scale}
-    if not static:
-        return {}
-    if not calibration:
-        raise ValueError("this recipe has static activation scales and needs calibration text")
-    _check_finite(model, chosen)  # else a damaged weight would be blamed on the inputs it spoils
-    largest: dict[str, Tensor] = {}
-    with watching_inputs(model, static, largest), torch.no_grad():
-        for ids in calibration:
-            model(input_ids=ids)
-    pools: dict[tuple[str, Rule], list[str]] = defaultdict(list)
-    for members in groups:
-        if members[0] in static:
-            pools[any_expert(members[0]), chosen[members[0]]] += members
-    scales: dict[str, Tensor] = {}
-    for members in pools.values():
-        seen = [largest[name] for name in members if name in largest]  # the text may not reach every expert
-        if not seen:
-            raise ValueError(f"module {members[0]}: the calibration text does not reach it")
-        shared = nvfp4_global_scale(torch.stack(seen).amax())
-        if not torch.isfinite(shared):
-            raise ValueError(f"module {members[0]}: the calibration text makes inputs that are not finite")
-        scales |= dict.fromkeys(members, shared)
-    return scales
-
-
-def any_expert(name: str) -> str:
-    """``name`` without the number of its expert: engines quantize the inputs of all experts under one scale."""
-    before, experts, after = name.partition(".experts.")
-    return before + experts + ".".join(part for part in after.split(".") if not part.isdigit())
-
-
-@contextmanager
-def watching_inputs(model: nn.Module, names: set[str], largest: dict[str, Tensor]) -> Iterator[None]:
-    """Record the largest input magnitude (fp32 scalar) of each named module while the block runs."""
-
-    def watch(name: str) -> object:
-        def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            amax = args[0].abs().amax().float()
-            largest[name] = torch.maximum(largest[name], amax) if name in largest else amax
-
-        return hook
-
-    handles = [model.get_submodule(n).register_forward_pre_hook(watch(n)) for n in names]  # type: ignore[arg-type]
     try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        transform = block_transform_of(rule, weights, hessian)
+        if transform is not None:
+            weights = [transform.fold(w.float()) for w in weights]
+            hessian = None if hessian is None else transform.moments(hessian)
+        scaled = scaled_weights(weights, rule)
+        quantized = scaled if rule.rounding == "nearest" else compensated_weights(weights, rule, scaled, hessian)
+    except ValueError as error:
+        raise ValueError(f"module {members[0]}: {error}") from error
+    quantized = loaded(quantized, rule.at_load, model.get_parameter(f"{members[0]}.weight").dtype)
+    for name, source, before, q in zip(members, linears, scaled, quantized, strict=True):
+        assert isinstance(source, nn.Linear)
+        scale = input_scales.get(name)
+        # Static scales of transformed inputs are not known yet.
+        activations = rule.activation_scheme if transform is None or not rule.has_static_inputs else None
+        layer: nn.Module = LowBitLinear(
+            source, scheme, activations, applied.quantizer, input_global_scale=scale, quantized=q
+        )
+        if transform is not None:
+            layer = TransformedInput(layer, transform, applied.transforms)
+        model.set_submodule(name, layer)
+        if watch is not None:
+            watch(name, q)
+        if rule.scales.startswith("four-over-six"):
+            four = blocks_at_four(before)
+            applied.fours[name] = int(four.sum()), four.numel()
+
+
+@torch.no_grad()
+def _quantize_transformed_inputs(
+    model: nn.Module, chosen: Mapping[str, Rule], groups: Sequence[list[str]], calibration: Sequence[Tensor]
+) -> None:
+    """Static input scales of transformed layers: measured behind the transform, in the model as it is by now."""
+    inner = {name: f"{name}.layer" for name, rule in chosen.items() if rule.transform != "none"}
+    behind = [[inner[name] for name in members] for members in groups if members[0] in inner]
+    scales = input_scales(model, {inner[name]: chosen[name] for name in inner}, behind, calibration)
+    for name, rule in chosen.items():
+        if (scale := scales.get(inner.get(name, ""))) is not None:
+            layer = model.get_submodule(inner[name])
+            assert isinstance(layer, LowBitLinear)
+            layer.input_global_scale, layer.activations = scale, rule.activation_scheme

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from bitdraft.quant.extremes import extreme
 from bitdraft.quant.scale_rules import (
+    beside,
     e4m3_scale,
     e8m0_scale,
     fp32_scale,
@@ -28,6 +30,8 @@ from bitdraft.quant.scale_rules import (
     nvfp4_codes,
     nvfp4_decode_scale,
     nvfp4_global_scale,
+    rounded_to,
+    stored,
     zero_point_scale,
 )
 from bitdraft.quant.schemes import Scheme
@@ -47,7 +51,8 @@ class Quantized:
 class OnGrid:
     """Codes as numbers, still cut into blocks, and the scales that belong to them: what is stored."""
 
-    codes: Tensor  # [..., G, block] fp32 ([..., N', rows, G, block] where blocks span rows): grid values
+    codes: Tensor  # [..., G, block] fp32 ([..., N', rows, G, block] where blocks span rows, [..., G / 2, 2 block] where
+    # they stand in pairs): grid values
     scale: Tensor  # the same with 1 for every dimension inside a block, fp32
     zero_point: Tensor | None  # as ``scale``: integers
     global_scale: Tensor | None  # [] fp32, in the convention of the scheme's owner
@@ -59,15 +64,18 @@ def check_divides(columns: int, scheme: Scheme) -> None:
         raise ValueError(f"{columns} columns do not divide into blocks of {scheme.block} ({scheme.name})")
 
 
-def quantize(x: Tensor, scheme: Scheme, *, global_scale: Tensor | None = None) -> Quantized:
+def quantize(
+    x: Tensor, scheme: Scheme, *, global_scale: Tensor | None = None, largest: Tensor | None = None
+) -> Quantized:
     """Quantize ``x`` along its last dimension.
 
     ``x``: ``[..., K]``, bf16, fp16 or fp32; ``[..., N, K]`` where blocks span rows. ``global_scale``, fp32 ``[]``:
     for NVFP4 an *encode* scale that is fixed beforehand (an activation's, from calibration; a weight's, shared by
     fused layers), by default ``2688 / amax`` of ``x`` itself; for static FP8 the decode scale, which is required.
+    ``largest``, fp32 ``[]``: the largest magnitude of the whole tensor that ``x`` is a part of.
     Raises ``ValueError`` if ``K`` does not divide into blocks or a static scale is missing.
     """
-    return stand_for(to_grid(x, scheme, global_scale), scheme, x.shape)
+    return stand_for(to_grid(x, scheme, global_scale, largest), scheme, x.shape)
 
 
 def dequantize(q: Quantized) -> Tensor:
@@ -82,58 +90,76 @@ def spread(scales: Tensor, block: int, columns: int) -> Tensor:
     return scales.unsqueeze(-1).expand(*scales.shape, block).flatten(-2)[..., :columns]
 
 
-def to_grid(x: Tensor, scheme: Scheme, global_scale: Tensor | None = None) -> OnGrid:
+def to_grid(x: Tensor, scheme: Scheme, global_scale: Tensor | None = None, largest: Tensor | None = None) -> OnGrid:
     """``x`` divided by its scales and rounded to the element; arguments and errors as in ``quantize``."""
-    if scheme.arithmetic != "fp32" and x.dtype != torch.float32 and torch.compiler.is_compiling():
+    one_level = scheme.scale_format == "fp32"
+    if scheme.arithmetic != "fp32" and not one_level and x.dtype != torch.float32 and torch.compiler.is_compiling():
         # Compilers keep fp32 between fused operations, where these formats round each result.
         raise ValueError(f"{scheme.name} in {x.dtype} computes in that dtype, which torch.compile would not")
     blocks, inner = _cut(x, scheme)
-    exact = scheme.arithmetic == "fp32"
-    work = blocks if scheme.arithmetic == "input" else blocks.float()
+    rounds_codes, rounds_scales = scheme.arithmetic == "input", scheme.arithmetic != "fp32"
+    work = blocks if rounds_codes and not one_level else blocks.float()
+    code_dtype, scale_dtype = x.dtype if rounds_codes else torch.float32, x.dtype if rounds_scales else torch.float32
     round_to_element = scheme.element.round
     if scheme.has_zero_point:
-        lowest, highest = _over(blocks, inner, "amin"), _over(blocks, inner, "amax")
-        scale, zero = zero_point_scale(_as_is(lowest, exact), _as_is(highest, exact), scheme)
-        codes = round_to_element((work / scale.to(work.dtype) + zero.to(work.dtype)).float())
-        return OnGrid(codes, scale.float(), zero, None)
+        lowest, highest = extreme(blocks, inner, "lowest"), extreme(blocks, inner, "highest")
+        scale, zero = zero_point_scale(lowest, highest, scheme, scale_dtype)
+        quotient = rounded_to(work / scale, code_dtype, bounded=True)
+        codes = round_to_element(rounded_to(quotient + zero, code_dtype, bounded=True))
+        return OnGrid(codes, scale, zero, None)
 
-    amax = _as_is(_over(blocks.abs(), inner, "amax"), exact)
+    if largest is not None and scheme.rows is None:
+        amax = largest.reshape((1,) * blocks.ndim)
+    else:
+        amax = _block_maxima(blocks, inner, scheme)
     if scheme.has_global_scale:
-        encode, decode = _global_scales(amax, global_scale, scheme)
-        scale = e4m3_scale(amax, scheme, encode, decode)
+        amax = amax.to(scale_dtype)
+        encode, decode = _global_scales(amax if largest is None else largest.to(scale_dtype), global_scale, scheme)
+        scale = stored(e4m3_scale(amax, scheme, encode, decode))
         codes = round_to_element(nvfp4_codes(work, scale, scheme, encode, decode).float(), ties=scheme.ties)
         return OnGrid(codes, scale, None, (decode if scheme.stores_decode_scale else encode).float())
     if scheme.scale_format == "e8m0":
-        scale = e8m0_scale(amax.float(), scheme)
+        scale = e8m0_scale(amax, scheme)
         if scheme.scale == "floor-stretched":
             stretch = torch.tensor(4 / 3, dtype=work.dtype, device=x.device)
             codes = round_to_element((work / (scale.to(work.dtype) * stretch)).float())
             return OnGrid(codes, scale, None, stretch.float())
-        return OnGrid(round_to_element(work / scale, ties=scheme.ties), scale, None, None)
+        # The inverse of a power of two is exact, so this is the quotient.
+        return OnGrid(round_to_element(work * (1.0 / scale), ties=scheme.ties), scale, None, None)
     if scheme.scale == "static":
         if global_scale is None:
             raise ValueError(f"{scheme.name} needs a static scale")
         scale = global_scale.float().reshape((1,) * blocks.ndim)
     else:
-        scale = fp32_scale(amax, scheme)
+        scale = fp32_scale(amax, scheme, scale_dtype)
     factor = multiplier(amax, scale, scheme)
-    quotient = work / scale.to(work.dtype) if factor is None else work * factor.to(work.dtype)
+    quotient = rounded_to(work / scale if factor is None else work * factor, code_dtype, bounded=True)
+    if scheme.scale == "range":  # -7.5 rounds to -8, which is a code, and 7.5 to 8, which is none
+        return OnGrid(round_to_element(quotient.clamp(max=scheme.element.max), saturate=False), scale, None, None)
     # A scale from the maximum keeps |quotient| so near max that it rounds to max: no clamp is needed.
-    saturate = scheme.scale in ("static", "range") or not exact
-    return OnGrid(round_to_element(quotient.float(), saturate=saturate), scale.float(), None, None)
+    saturate = scheme.scale == "static" or rounds_scales
+    return OnGrid(round_to_element(quotient, saturate=saturate), scale, None, None)
 
 
-def stand_for(grid: OnGrid, scheme: Scheme, shape: torch.Size) -> Quantized:
-    """The two factors of a tensor of ``shape`` from its codes and scales."""
+def two_factors(grid: OnGrid, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
+    """Values and outer scale as in ``Quantized``, still cut into blocks: each broadcasts to the other."""
     codes = grid.codes if grid.zero_point is None else grid.codes - grid.zero_point
+    if scheme.scale_format == "fp32":
+        return codes, grid.scale
+    outer = grid.global_scale
+    if outer is not None and not scheme.stores_decode_scale:
+        outer = 1.0 / outer
+    return codes * beside(grid.scale, codes, scheme), outer
+
+
+def stand_for(grid: OnGrid, scheme: Scheme, shape: torch.Size, dtype: torch.dtype = torch.float32) -> Quantized:
+    """The two factors of a tensor of ``shape`` from its codes and scales, ``values`` in ``dtype``."""
+    blocks, outer = two_factors(grid, scheme)
+    # Converted before they are joined: inductor would store the whole tensor in fp32 in between.
+    values = paste(blocks.to(dtype), scheme, shape)
     scale = drop_inner(grid.scale, scheme)
     if scheme.scale_format != "fp32":
-        values = paste(codes * grid.scale, scheme, shape)
-        outer = grid.global_scale
-        if outer is not None and not scheme.stores_decode_scale:
-            outer = 1.0 / outer
         return Quantized(values, outer, scale)
-    values = paste(codes, scheme, shape)
     if scheme.rows is not None and scheme.rows > 1:
         outer = scale.repeat_interleave(scheme.rows, dim=-2)[..., : shape[-2], :]
         return Quantized(values, outer, scale, scheme.block)
@@ -153,8 +179,11 @@ def _global_scales(amax: Tensor, given: Tensor | None, scheme: Scheme) -> tuple[
     return encode, 1.0 / encode
 
 
-def _as_is(x: Tensor, exact: bool) -> Tensor:
-    return x.float() if exact else x
+def _block_maxima(blocks: Tensor, inner: tuple[int, ...], scheme: Scheme) -> Tensor:
+    """The largest magnitude of every block, fp32: ``blocks``' shape with 1 for the dimensions inside a block."""
+    if scheme.block is None or scheme.rows != 1 or blocks.shape[-1] == scheme.block:
+        return extreme(blocks, inner, "magnitude")
+    return extreme(blocks.unflatten(-1, (2, scheme.block)), (-1,), "magnitude").flatten(-3, -2)  # pairs
 
 
 def _cut(x: Tensor, scheme: Scheme) -> tuple[Tensor, tuple[int, ...]]:
@@ -166,7 +195,10 @@ def _cut(x: Tensor, scheme: Scheme) -> tuple[Tensor, tuple[int, ...]]:
     if scheme.block is None:
         return x, (-1,)
     if scheme.rows == 1:
-        return x.unflatten(-1, (columns // scheme.block, scheme.block)), (-1,)
+        # Inductor loads and stores half a vector for a block of 16 numbers of 16 bits, and slowly: two at a time.
+        pairs = torch.compiler.is_compiling() and x.element_size() == 2 and columns % (2 * scheme.block) == 0
+        block = scheme.block * (2 if pairs and scheme.has_global_scale else 1)
+        return x.unflatten(-1, (columns // block, block)), (-1,)
     if x.ndim < 2:
         raise ValueError(f"{scheme.name} has blocks of {scheme.rows} rows, so a matrix is needed, not {list(x.shape)}")
     down, right = -(-x.shape[-2] // scheme.rows), -(-columns // scheme.block)
@@ -190,11 +222,3 @@ def drop_inner(scale: Tensor, scheme: Scheme) -> Tensor:
     if scheme.block is None:
         return scale
     return scale.squeeze(-1) if scheme.rows == 1 else scale.squeeze(-1).squeeze(-2)
-
-
-def _over(x: Tensor, inner: tuple[int, ...], reduce: str) -> Tensor:
-    """Maximum or minimum over the dimensions inside a block; 0 for blocks without elements."""
-    if x.numel() == 0:
-        shape = [1 if i - x.ndim in inner or i in inner else n for i, n in enumerate(x.shape)]
-        return x.new_zeros(shape)
-    return x.amax(dim=inner, keepdim=True) if reduce == "amax" else x.amin(dim=inner, keepdim=True)

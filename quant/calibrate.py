@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 # B sequence, T token, H hidden, K input channel.
 
-Visit = Callable[[str, nn.Linear, Tensor], None]
+Visit = Callable[[str, Any, Tensor], None]
 """Called with a linear layer's full name, the layer and ``E[x xᵀ]`` of its inputs, ``[K, K]`` fp32."""
 
 
@@ -29,8 +29,11 @@ def calibrate_layer_by_layer(
     visit: Visit,
     *,
     wanted: Callable[[str], bool] = lambda name: True,
+    kind: type[nn.Module] = nn.Linear,
 ) -> None:
     """Show ``visit`` every linear layer of the decoder's blocks that is ``wanted`` (by full name), in order.
+
+    ``kind``: the class of those layers, which has ``weight`` and ``in_features`` as ``nn.Linear`` does.
 
     ``model``: a transformers causal LM. ``token_batches``: token ids ``[B, T]`` without padding. ``visit`` may
     change the layer's weight or put another module in its place; the next block's inputs come from what it
@@ -50,7 +53,7 @@ def calibrate_layer_by_layer(
         linears = {
             f"{names[id(block)]}.{inner}": module
             for inner, module in block.named_modules()
-            if isinstance(module, nn.Linear) and wanted(f"{names[id(block)]}.{inner}")
+            if isinstance(module, kind) and wanted(f"{names[id(block)]}.{inner}")
         }
         options = [layers[number] for layers in keywords]
         moments = _second_moments(block, linears, hidden, options)
@@ -70,7 +73,7 @@ def _run(block: nn.Module, hidden_BTH: Tensor, options: Mapping[str, Any]) -> Te
 
 
 def _second_moments(
-    block: nn.Module, linears: Mapping[str, nn.Linear], hidden: Sequence[Tensor], options: Sequence[Mapping[str, Any]]
+    block: nn.Module, linears: Mapping[str, Any], hidden: Sequence[Tensor], options: Sequence[Mapping[str, Any]]
 ) -> dict[str, Tensor]:
     """``E[x xᵀ]`` over all batches for every layer, one object for layers that share their input."""
     inputs = _Inputs()
@@ -110,7 +113,7 @@ class _Inputs:
         """Let go of the tensors, whose memory the next pass may reuse."""
         self._pass.clear()
 
-    def moments(self, linears: Mapping[str, nn.Linear]) -> dict[str, Tensor]:
+    def moments(self, linears: Mapping[str, Any]) -> dict[str, Tensor]:
         means: dict[str, Tensor] = {}
         for name, total in self._sums.items():
             means[name] = total / max(self._rows[name], 1)

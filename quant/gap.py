@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from bitdraft.quant.experts import kind_of, weight_of
 from bitdraft.quant.linear import LowBitLinear
 from bitdraft.quant.schemes import Scheme
+from bitdraft.quant.transforms import TransformedInput
 
 # N position, S hidden state compared (captured layers and the last), H hidden, V vocabulary.
 
@@ -111,7 +112,8 @@ class WeightGap:
     """What the recipe did to the weights."""
 
     bits_of_quantized_layers: float | None
-    """Bits per weight of the layers that were quantized, scales included; ``None`` where none was."""
+    """Bits per weight of the layers that were quantized, scales, WUSH matrices and residual corrections included;
+    ``None`` where none was."""
     bits_of_model: float
     """Bits per weight of the whole model: what stays in high precision counts 16."""
     relative_error: dict[str, float]
@@ -124,13 +126,21 @@ def compare_weights(reference: nn.Module, low: nn.Module) -> WeightGap:
     errors: dict[str, float] = defaultdict(float)
     sizes: dict[str, float] = defaultdict(float)
     weights = bits = 0
+    transforms = {f"{name}.layer": m.transform for name, m in low.named_modules() if isinstance(m, TransformedInput)}
     for name, layer in low.named_modules():
         if isinstance(layer, LowBitLinear):
+            transform = transforms.get(name)
+            name = name if transform is None else name.removesuffix(".layer")
             kind, before = kind_of(name), weight_of(reference, name)
-            errors[kind] += (layer.dequantized() - before.float()).double().square().sum().item()
+            now = layer.dequantized() if transform is None else transform.unfold(layer.dequantized())
+            errors[kind] += (now - before.float()).double().square().sum().item()
             sizes[kind] += before.double().square().sum().item()
             weights += before.numel()
             bits += stored_bits(layer.weights, layer.out_features, layer.in_features)
+            bits += SIXTEEN_BIT * sum(t.numel() for t in (layer.residual_in, layer.residual_out) if t is not None)
+    # Layers that read one input share their transform; a Hadamard matrix is known without being stored.
+    for matrix in {id(t): t.matrix for t in transforms.values()}.values():
+        bits += SIXTEEN_BIT * matrix.numel() if len(matrix) > 1 else 0
     others = sum(p.numel() for p in low.parameters()) - weights  # tied weights count once
     return WeightGap(
         bits / weights if weights else None,

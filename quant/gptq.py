@@ -49,10 +49,12 @@ class _FixedScales:
         if self.zero is not None:
             return element.round(w_M / scale_M + self.zero[group], ties=ties) - self.zero[group]
         if self.encode is not None and self.decode is not None:
-            scaled_M = nvfp4_codes(w_M, scale_M, self.scheme, self.encode, self.decode)
+            # As blocks of one element, [M, 1].
+            scaled_M = nvfp4_codes(w_M[:, None], scale_M[:, None], self.scheme, self.encode, self.decode)[:, 0]
         else:
             scaled_M = w_M / scale_M if self.factor is None else w_M * self.factor[group]
-        codes_M = element.round(scaled_M, ties=ties)
+        # A block of zeros may have a scale of zero; what its neighbours hand over, it cannot hold.
+        codes_M = element.round(scaled_M.masked_fill(scale_M == 0, 0.0), ties=ties)
         return codes_M if self.scheme.scale_format == "fp32" else codes_M * scale_M
 
     def weights(self, values_M: Tensor, group: int) -> Tensor:

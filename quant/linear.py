@@ -8,6 +8,7 @@ The product follows the engines' order: products of unscaled values are accumula
 then rounded. In fp32 that is what happens here. In bf16 the matrix product rounds its result to bf16 once
 *before* the outer scale is applied (PyTorch's CPU kernels return no fp32 from bf16 inputs): one more
 rounding of at most 2^-8 than the engine's for formats that have an outer scale (FP8, NVFP4), none for MX formats.
+``LowBitLinear.exact_product`` leaves that rounding out, at the price of multiplying in fp32.
 """
 
 import math
@@ -19,16 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from bitdraft.quant.block import Quantized, dequantize, quantize, spread
-from bitdraft.quant.fake import saturates_above
+from bitdraft.quant.block import Quantized, dequantize, quantize, spread, stand_for, to_grid
 from bitdraft.quant.schemes import Scheme
 from bitdraft.quant.smallint import SmallInt
+from bitdraft.quant.straight_through import saturates_above
 
 
 def quantize_into(values: Tensor, x: Tensor, global_scale: Tensor | None, scheme: Scheme) -> Tensor | None:
     """Quantize ``x`` ``[N, K]`` to ``scheme``: write the values, return the outer scale (``[N, 1]``, ``[N, G]`` for
     groups, ``[]``, or none)."""
-    q = quantize(x, scheme, global_scale=global_scale)
+    q = stand_for(to_grid(x, scheme, global_scale), scheme, x.shape, values.dtype)
     values.copy_(q.values)
     return q.outer
 
@@ -134,7 +135,10 @@ class ActivationQuantizer:
 
 
 class _Product(torch.autograd.Function):
-    """``y = x̂ Ŵᵀ`` with the gradient of ``x Ŵᵀ`` for ``x`` (straight through) and none for the frozen weight."""
+    """``y = x̂ Ŵᵀ`` with the gradient of ``x Ŵᵀ`` for ``x`` (straight through) and none for the frozen weight.
+
+    A residual correction has its own gradient besides.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: "LowBitLinear") -> Tensor:
@@ -147,13 +151,18 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
         layer: LowBitLinear = ctx.layer
+        corrected = None  # what the residual correction hands back: it reads the input as it is and saturates nowhere
+        if layer.residual_in is not None and layer.residual_out is not None:
+            corrected = grad @ layer.residual_out @ layer.residual_in
         if layer.weight_block is not None:
             grad_x = grad @ layer.dequantized().to(grad.dtype)
         else:
             if layer.weight_outer is not None:
                 grad = (grad.float() * layer.weight_outer).to(grad.dtype)
             grad_x = grad @ layer.weight
-        return (grad_x if ctx.passes is None else grad_x * ctx.passes), None
+        if ctx.passes is not None:
+            grad_x = grad_x * ctx.passes
+        return (grad_x if corrected is None else grad_x + corrected), None
 
 
 class LowBitLinear(nn.Module):
@@ -162,6 +171,10 @@ class LowBitLinear(nn.Module):
     weight_outer: Tensor | None
     input_global_scale: Tensor | None
     bias: Tensor | None
+    residual_in: Tensor | None
+    residual_out: Tensor | None
+    exact_product = False
+    """Whether 16-bit products are accumulated, scaled and only then rounded, as engines do it."""
 
     def __init__(
         self,
@@ -200,8 +213,18 @@ class LowBitLinear(nn.Module):
         self.weight_block = q.block if outer is not None and outer.ndim == 2 else None
         self.register_buffer("input_global_scale", input_global_scale)
         self.bias = source.bias
+        self.register_buffer("residual_in", None)  # [r, K] and [M, r] once ``correct`` was called
+        self.register_buffer("residual_out", None)
         self.weights, self.activations, self.quantizer = weights, activations, quantizer
         self.in_features, self.out_features = source.in_features, source.out_features
+
+    def correct(self, residual_in: Tensor, residual_out: Tensor) -> None:
+        """Add ``residual_out · residual_in · x`` to the outputs from now on (``quant/residual.py``).
+
+        ``residual_in``: ``[r, K]``; ``residual_out``: ``[M, r]``; kept in the layer's dtype. ``x`` is the input before
+        it is quantized.
+        """
+        self.residual_in, self.residual_out = residual_in.to(self.weight.dtype), residual_out.to(self.weight.dtype)
 
     @property
     def saturates_above(self) -> Tensor | None:
@@ -213,7 +236,10 @@ class LowBitLinear(nn.Module):
         rows = x.reshape(-1, x.shape[-1])  # [N, K]
         if self.activations is not None:
             rows, outer = self.quantizer(x, self.activations, self.input_global_scale)
-        return self.multiply(rows, outer).view(*x.shape[:-1], self.out_features)
+        y = self.multiply(rows, outer).view(*x.shape[:-1], self.out_features)
+        if self.residual_in is None or self.residual_out is None:
+            return y
+        return y + linear(linear(x, self.residual_in), self.residual_out)
 
     def multiply(self, values: Tensor, outer: Tensor | None) -> Tensor:
         """Inputs that are already quantized, ``values`` ``[N, K]`` and their outer scale → ``[N, M]``, no gradient."""
@@ -221,9 +247,14 @@ class LowBitLinear(nn.Module):
         if self.weight_block is not None or (input_block is not None and input_block < self.in_features):
             y = self._sum_over_blocks(values, outer, input_block or self.in_features)
         else:
-            y = linear(values, self.weight)
-            if outer is not None or self.weight_outer is not None:
+            scaled = outer is not None or self.weight_outer is not None
+            if scaled and self.exact_product:  # a copy of this one weight in fp32, for the length of the call
+                y = linear(values.float(), self.weight.float())
+            else:
+                y = linear(values, self.weight)
+            if scaled:
                 self.quantizer.rescale_(y, outer, self.weight_outer)
+            y = y.to(values.dtype)
         return y if self.bias is None else y + self.bias
 
     def _sum_over_blocks(self, values: Tensor, outer: Tensor | None, input_block: int) -> Tensor:

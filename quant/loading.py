@@ -9,10 +9,10 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from bitdraft.quant.attention import PACKED_SDPA
+from bitdraft.quant.attention.packed import PACKED_SDPA
 from bitdraft.quant.checkpoints.read import StoredCheckpoint, method_of, quantization_of, read_checkpoint
 from bitdraft.quant.checkpoints.tensors import model_folder
-from bitdraft.quant.recipe import AUTO, Recipe
+from bitdraft.quant.recipe import Recipe
 
 
 def read_config(target: str, trust_remote_code: bool) -> Any:
@@ -29,13 +29,13 @@ def read_config(target: str, trust_remote_code: bool) -> Any:
 
 
 def stored_checkpoint(target: str, config: Any, recipe: Recipe, dtype: torch.dtype) -> StoredCheckpoint | None:
-    """The decoded checkpoint under ``AUTO``, nothing under other recipes.
+    """The decoded checkpoint under ``AUTO`` (with or without a suffix), nothing under other recipes.
 
     Takes the quantization out of ``config``, else transformers would decode the checkpoint in its own way. Raises
     ``ValueError`` where recipe and checkpoint do not go together and where ``read_checkpoint`` does.
     """
     declared = quantization_of(config, target)
-    if recipe != AUTO:
+    if not recipe.is_auto:
         if declared is not None:
             raise ValueError(
                 f"target {target!r} is already quantized ({method_of(declared)}): serve it as it is with "

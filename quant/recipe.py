@@ -2,50 +2,56 @@
 
 A recipe is an ordered list of rules; the first rule whose pattern matches a module's name decides. A rule
 without formats leaves the module alone, which is how output heads, embeddings and routers stay in high
-precision. Recipes come from a preset name or from a YAML file::
-
-    name: mlp-only
-    rules:
-      - {modules: "*.mlp.*", weights: mxfp4-even, activations: fp8-token}
-      - {modules: "*.self_attn.*", weights: nvfp4, scales: sweep}   # how the weight's block scales are chosen
-      - {modules: "*"}                       # everything else stays as it is
+precision. Presets and recipe files: ``quant/presets.py``.
 """
 
 import difflib
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
+from typing import get_args
 
-import yaml
-
+from bitdraft.quant.at_load import AtLoad, check_at_load
+from bitdraft.quant.attention.rules import AttentionRule, KvRule
 from bitdraft.quant.scales.methods import ScaleMethod, scale_method
-from bitdraft.quant.schemes import (
-    FP8_CHANNEL,
-    FP8_TOKEN,
-    MXFP4_EVEN,
-    MXFP4_RCEIL,
-    NVFP4,
-    NVFP4_KERNEL,
-    Scheme,
-    scheme_named,
-)
+from bitdraft.quant.schemes import Scheme, scheme_named
 
-_PLAIN = "amax"
+_PLAIN = {"scales": "amax", "rounding": "nearest", "transform": "none", "within": "all", "at_load": "decode"}
+"""What goes without saying."""
+_CHOICES = {
+    "rounding": ("nearest", "gptq", "gptq-act-order"),
+    "transform": ("none", "hadamard", "wush"),
+    "within": ("all", "experts"),
+    "at_load": get_args(AtLoad),
+}
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Modules whose dotted name matches the glob ``modules`` get these formats; ``None`` is high precision.
+    """Modules whose dotted name matches ``modules`` get these formats; ``None`` is high precision.
 
-    ``scales`` names the method that chooses the weight's block scales (``quant/scales/methods.py``).
+    The pattern is a glob, or a regular expression behind ``re:`` that the name must begin with (as in the ignore lists
+    of compressed-tensors).
+
+    ``scales`` names the method that chooses the weight's block scales (``quant/scales/methods.py``); ``rounding`` how
+    the weight is rounded under them (``gptq``, ``gptq-act-order``: ``quant/gptq.py``); ``transform`` what is done to
+    the inputs and undone in the weight (``hadamard``: ``quant/transforms.py``, ``wush``: ``quant/wush.py``);
+    ``residual`` how many parameters a correction in 16 bit adds, as a share of the layer's (``quant/residual.py``).
+    ``within`` limits the rule to ``experts``; ``at_load`` is what the engine makes of the stored weight
+    (``quant/at_load.py``), which a profile decides as a rule (``quant/profiles.py``).
     """
 
     modules: str
     weights: str | None = None
     activations: str | None = None
-    scales: str = _PLAIN
+    scales: str = _PLAIN["scales"]
+    rounding: str = _PLAIN["rounding"]
+    transform: str = _PLAIN["transform"]
+    residual: float = 0.0
+    within: str = _PLAIN["within"]
+    at_load: str = _PLAIN["at_load"]
 
     @property
     def leaves_alone(self) -> bool:
@@ -60,14 +66,71 @@ class Rule:
         return scheme_named(self.activations) if self.activations else None
 
     @property
+    def looks_at_inputs(self) -> bool:
+        """Whether the second moments of a layer's inputs decide on its weight."""
+        return self.rounding != _PLAIN["rounding"] or self.transform == "wush"
+
+    @property
+    def has_static_inputs(self) -> bool:
+        """Whether one scale for all inputs is measured beforehand."""
+        scheme = self.activation_scheme
+        return scheme is not None and (scheme.has_global_scale or scheme.scale == "static")
+
+    @property
+    def formats(self) -> str:
+        """In words, for the log."""
+        how = [f"{self.scales} scales"] if self.scales != _PLAIN["scales"] else []
+        how += [self.rounding] if self.rounding != _PLAIN["rounding"] else []
+        how += [f"{self.transform} transform"] if self.transform != _PLAIN["transform"] else []
+        how += [f"{self.at_load} at load"] if self.at_load != _PLAIN["at_load"] else []
+        how += [f"residual correction {self.residual:g}"] if self.residual else []
+        weights = f"{self.weights} ({', '.join(how)})" if how else self.weights
+        return f"weights {weights}, activations {self.activations or 'in high precision'}"
+
+    @property
     def scale_method(self) -> ScaleMethod | None:
         """How the weight is scaled; ``ValueError`` for an unknown method or one that does not suit the format."""
         scheme = self.weight_scheme
         if scheme is None:
-            if self.scales != _PLAIN:
+            if self.scales != _PLAIN["scales"]:
                 raise ValueError(f"scales {self.scales!r} need a format under 'weights'")
             return None
         return scale_method(self.scales, scheme)
+
+    def matches(self, name: str) -> bool:
+        """Whether the pattern is one of the module called ``name``; limits to experts aside."""
+        if self.modules.startswith("re:"):
+            return re.match(self.modules.removeprefix("re:"), name) is not None
+        return fnmatchcase(name, self.modules)
+
+    def check(self) -> None:
+        """``ValueError`` for an unknown format, method or choice, and for one that does not suit the format."""
+        if self.modules.startswith("re:"):
+            try:
+                re.compile(self.modules.removeprefix("re:"))
+            except re.error as error:
+                raise ValueError(f"{self.modules!r} is no regular expression: {error}") from error
+        _ = self.scale_method, self.activation_scheme
+        if type(self.residual) not in (int, float) or not 0 <= self.residual < 1:
+            raise ValueError(f"residual is a share of the layer's parameters, 0.001 for 0.1 %, not {self.residual!r}")
+        if self.residual and self.weight_scheme is None:
+            raise ValueError(f"residual {self.residual:g} needs a format under 'weights'")
+        for key, known in _CHOICES.items():
+            value = getattr(self, key)
+            if value not in known:
+                near = difflib.get_close_matches(value, known, n=1, cutoff=0.0)[0]
+                raise ValueError(f"unknown {key} {value!r}: did you mean {near!r}? (known: {', '.join(known)})")
+            if value != _PLAIN[key] and self.weight_scheme is None and key != "within":
+                raise ValueError(f"{key} {value!r} needs a format under 'weights'")
+        scheme = self.weight_scheme
+        check_at_load(self.at_load, scheme)
+        if self.transform == "none" or scheme is None:
+            return
+        if scheme.block is None or scheme.rows != 1 or scheme.block & (scheme.block - 1):
+            raise ValueError(
+                f"transform {self.transform!r} works in the blocks of the weight, a power of two of them in a row: "
+                f"{scheme.name!r} has none such"
+            )
 
 
 @dataclass(frozen=True)
@@ -76,98 +139,68 @@ class Recipe:
 
     name: str
     rules: tuple[Rule, ...]
+    kv: KvRule | None = None
+    """The format of the KV cache; ``None`` keeps keys and values as they come."""
+    attention: AttentionRule | None = None
+    """The formats of the inputs of attention; ``None`` is high precision."""
+    calibrated_on: str | None = None
+    """Digest of the text that a loaded target was calibrated on, where that was not the shipped page."""
+    profile: str = "plain"
+    """Whose rules these are (``quant/profiles.py``)."""
+    changed: tuple[str, ...] = field(default=(), compare=False)
+    """What the profile changed, in words: the rules are those after the change."""
+    exact_product: bool = False
+    """Whether products are rounded once, as engines do it, in 16 bit too."""
 
     def rule_for(self, *names: str) -> Rule | None:
         """The first rule that matches a module by any of its dotted ``names``, or ``None``."""
-        return next((r for r in self.rules if any(fnmatchcase(name, r.modules) for name in names)), None)
+        in_experts = any(".experts." in f"{name}." for name in names)
+        rules = [r for r in self.rules if in_experts or r.within != "experts"]
+        return next((r for r in rules if any(r.matches(name) for name in names)), None)
 
     @property
     def leaves_all_alone(self) -> bool:
         return all(r.leaves_alone for r in self.rules)
 
     @property
+    def looks_at_inputs(self) -> bool:
+        """Whether the inputs of layers decide on weights or corrections."""
+        return any(r.looks_at_inputs or r.residual for r in self.rules)
+
+    @property
+    def has_static_inputs(self) -> bool:
+        """Whether scales (or attention's corrections) are measured on calibration text beforehand."""
+        about_attention = [rule for rule in (self.kv, self.attention) if rule is not None]
+        return any(r.has_static_inputs for r in self.rules) or any(r.needs_calibration for r in about_attention)
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether a quantized checkpoint is to be served as it is (``auto``, ``auto+kvfp8``)."""
+        return not self.rules and re.split(r"[+@]", self.name)[0] == "auto"
+
+    @property
+    def computed_by(self) -> str:
+        """The profile and what it changed, for the log."""
+        changed = [*self.changed, *["products rounded once"] * self.exact_product]
+        return f"profile {self.profile}: {'; '.join(changed) or 'every format by the rule of its name'}"
+
+    @property
     def fingerprint(self) -> str:
-        """16 hex digits over the rules (not the name)."""
+        """16 hex digits over the rules and what they were calibrated on (not the name)."""
         described = [asdict(r) for r in self.rules]
-        for rule in described:  # plain scales go without saying: recipes from before there were others keep theirs
-            if rule["scales"] == _PLAIN:
-                del rule["scales"]
-        text = json.dumps(described, sort_keys=True)
+        for rule in described:  # recipes from before there was a choice keep theirs
+            for key, plain in _PLAIN.items():
+                if rule[key] == plain:
+                    del rule[key]
+            if not rule["residual"]:
+                del rule["residual"]
+        text = json.dumps(described, sort_keys=True) + (self.calibrated_on or "")
+        for key, rule_of in (("kv", self.kv), ("attention", self.attention)):
+            if rule_of is not None:
+                text += f"{key} {json.dumps(asdict(rule_of), sort_keys=True)}"
+        text += "exact product" if self.exact_product else ""
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-# What every engine leaves in high precision inside the decoder blocks: the routers of mixtures of experts.
-_ROUTERS = (Rule("*.gate"), Rule("*.router"), Rule("*.shared_expert_gate"))
-
-
-def _decoder_linears(name: str, weights: Scheme | None, activations: Scheme | None, scales: str = _PLAIN) -> Recipe:
-    rule = Rule("*.layers.*", weights.name if weights else None, activations.name if activations else None, scales)
-    return Recipe(name, (*_ROUTERS, rule) if weights else ())
-
-
-PRESETS = {
-    r.name: r
-    for r in (
-        _decoder_linears("none", None, None),
-        _decoder_linears("fp8", FP8_CHANNEL, FP8_TOKEN),
-        _decoder_linears("mxfp4", MXFP4_EVEN, FP8_TOKEN),
-        _decoder_linears("mxfp4a16", MXFP4_EVEN, None),
-        _decoder_linears("mxfp4a4", MXFP4_EVEN, MXFP4_RCEIL),
-        _decoder_linears("nvfp4", NVFP4, NVFP4_KERNEL),
-        _decoder_linears("nvfp4a16", NVFP4, None),
-        _decoder_linears("nvfp4-4over6", NVFP4, NVFP4_KERNEL, "four-over-six"),
-        _decoder_linears("nvfp4-sweep", NVFP4, NVFP4_KERNEL, "sweep"),
-        _decoder_linears("nvfp4a16-4over6", NVFP4, None, "four-over-six"),
-        _decoder_linears("nvfp4a16-sweep", NVFP4, None, "sweep"),
-    )
-}
 
 
 AUTO = Recipe("auto", ())
 """Stands for what a quantized checkpoint declares itself; ``load_target`` puts the recipe that says so in its place."""
-
-
-def load_recipe(name_or_file: str) -> Recipe:
-    """The preset of that name, ``auto``, or the recipe in that YAML file.
-
-    Raises ``ValueError`` for an unknown preset (naming the nearest), a missing or malformed file, an unknown
-    key, an unknown format or scale method, or scales that do not suit the format.
-    """
-    if name_or_file == AUTO.name:
-        return AUTO
-    if name_or_file in PRESETS:
-        return PRESETS[name_or_file]
-    if name_or_file.endswith((".yaml", ".yml")):
-        return _recipe_from_yaml(Path(name_or_file))
-    near = difflib.get_close_matches(name_or_file, PRESETS, n=1, cutoff=0.0)[0]
-    raise ValueError(
-        f"unknown quantization preset {name_or_file!r}: did you mean {near!r}? "
-        f"(presets: {', '.join(PRESETS)}; auto; or a .yaml recipe file)"
-    )
-
-
-def _recipe_from_yaml(path: Path) -> Recipe:
-    if not path.is_file():
-        raise ValueError(f"recipe file {path} does not exist")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"recipe file {path} is not YAML: {str(error).splitlines()[0]}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("rules"), list):
-        raise ValueError(f"recipe file {path} needs a list under 'rules'")
-    if unknown := set(content) - {"name", "rules"}:
-        raise ValueError(f"recipe file {path}: unknown key {sorted(map(str, unknown))[0]!r} (there are: name, rules)")
-    rules = []
-    for number, entry in enumerate(content["rules"], start=1):
-        keys = {"modules", "weights", "activations", "scales"}
-        if not isinstance(entry, dict) or "modules" not in entry or set(entry) - keys:
-            raise ValueError(f"recipe file {path}, rule {number}: the keys are {', '.join(sorted(keys))}")
-        if not all(isinstance(v, str) or (v is None and k in ("weights", "activations")) for k, v in entry.items()):
-            raise ValueError(f"recipe file {path}, rule {number}: patterns, formats and scale methods are text")
-        rule = Rule(**entry)
-        try:
-            _ = rule.scale_method, rule.activation_scheme
-        except ValueError as error:
-            raise ValueError(f"recipe file {path}, rule {number}: {error}") from error
-        rules.append(rule)
-    return Recipe(str(content.get("name", path.stem)), tuple(rules))

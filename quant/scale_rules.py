@@ -1,7 +1,7 @@
 """From the largest magnitude of a block to its scale: one small function per published rule.
 
-Scales here are *decode* scales: a value is code times scale. Everything is computed in the dtype that comes in,
-which is fp32 unless the scheme says otherwise (``Scheme.arithmetic``); E8M0 rules read the exponent off fp32 bits,
+Scales here are *decode* scales: a value is code times scale. Everything is computed in fp32 or, where the
+scheme says so (``Scheme.arithmetic``), rounded to the input's dtype; E8M0 rules read the exponent off fp32 bits,
 because ``log2`` is one off just below powers of two. Shapes: one number per block, whatever the shape.
 """
 
@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 
 from bitdraft.quant.schemes import Scheme
-from bitdraft.quant.smallfloat import E2M1, E4M3, SmallFloat, unit_in_first_place
+from bitdraft.quant.smallfloat import E2M1, E4M3, SmallFloat
 
 NVFP4_RANGE = E4M3.max * E2M1.max  # 2688: the largest magnitude that one fp32 scale can reach
 _NVFP4_ZERO_BLOCK_SCALE = 0.125  # what compressed-tensors stores for a block of zeros
 _SMALLEST_AMAX = {"amax-1e-10": 1e-10, "pow2-1e-10": 1e-10, "amax-1e-4": 1e-4, "pow2-1e-4": 1e-4}
-_MANTISSA = 0x7FFFFF
+_MANTISSA, _EXPONENT = 0x7FFFFF, 0x7F800000  # the bits of an fp32 number
+_SMALLEST_E8M0 = 0x00400000  # the bits of 2^-127, which is subnormal
 
 
-def fp32_scale(amax: Tensor, scheme: Scheme) -> Tensor:
+def fp32_scale(amax: Tensor, scheme: Scheme, dtype: torch.dtype = torch.float32) -> Tensor:
     """Scale of rows, groups and two-dimensional blocks from their largest magnitudes (all one-level fp32 rules).
+
+    ``amax``: fp32. ``dtype``: what the scale is rounded to (``amax``, ``range``).
 
     A block of zeros gets some scale above 0 where the rule has no floor, so that it stays zero instead of 0/0.
     """
@@ -26,8 +29,7 @@ def fp32_scale(amax: Tensor, scheme: Scheme) -> Tensor:
     if scheme.scale in _SMALLEST_AMAX:
         scale = amax.clamp(min=_SMALLEST_AMAX[scheme.scale]) / largest
         if scheme.scale.startswith("pow2"):
-            power = power_of_two_above(scale.clamp(min=1e-10))
-            return torch.where(torch.isfinite(scale), power, torch.nan)
+            return power_of_two_above(scale.clamp(min=1e-10)) + 0.0 * scale
         return scale
     if scheme.scale == "amax-reciprocal":
         return amax.clamp(min=1e-10) * torch.tensor(1.0 / largest, dtype=torch.float32)
@@ -39,11 +41,11 @@ def fp32_scale(amax: Tensor, scheme: Scheme) -> Tensor:
     if scheme.scale == "hf-inverse":
         scale = 1.0 / _finite(largest / amax)
     elif scheme.scale == "range":
-        scale = amax / ((largest - scheme.element.min) / 2)
+        scale = rounded_to(amax / ((largest - scheme.element.min) / 2), dtype)
     else:
-        scale = amax / largest
+        scale = rounded_to(amax / largest, dtype)
     # A subnormal scale is too coarse to keep amax / scale within the range.
-    limits = torch.finfo(scale.dtype)
+    limits = torch.finfo(dtype)
     return torch.where(amax == 0, _of_zeros(scheme, limits), scale.clamp(min=limits.tiny))
 
 
@@ -67,20 +69,40 @@ def _finite(x: Tensor) -> Tensor:
     return x.clamp(max=1.0 / torch.finfo(x.dtype).tiny)
 
 
-def zero_point_scale(lowest: Tensor, highest: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+def zero_point_scale(
+    lowest: Tensor, highest: Tensor, scheme: Scheme, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Scale and zero point (an integer of the element's range) of ``range-zero-point``, compressed-tensors' order.
 
-    The range always contains zero, so that zero is a code of its own.
+    fp32 with every result rounded to ``dtype``. The range always contains zero, so that zero is a code of its own.
     """
-    element = scheme.element
+    element, limits = scheme.element, torch.finfo(dtype)
     lowest, highest = lowest.clamp(max=0), highest.clamp(min=0)
-    scale = (highest - lowest) / (element.max - element.min)
-    limits = torch.finfo(scale.dtype)
+    scale = rounded_to(rounded_to(highest - lowest, dtype) / (element.max - element.min), dtype)
     scale = scale.clamp(min=limits.tiny)
-    zero = element.round((element.min - lowest / scale).float())
+    zero = element.round(rounded_to(element.min - rounded_to(lowest / scale, dtype), dtype))
     scale = torch.where(torch.isfinite(scale), scale, torch.nan)  # else codes would mean infinity, not NaN
     zeros = highest == lowest
     return torch.where(zeros, _of_zeros(scheme, limits), scale), torch.where(zeros, 0.0, zero)
+
+
+def rounded_to(v: Tensor, dtype: torch.dtype, *, bounded: bool = False) -> Tensor:
+    """``v`` (fp32) rounded to ``dtype`` as a cast rounds, and still fp32: what a library computes that never leaves
+    its weights' dtype. ``bounded`` says that ``v`` is a quotient on its way to a code, far below 2^100.
+
+    Compilers drop a cast there and back, so that there the rounding is arithmetic. What is subnormal in ``dtype`` may
+    then keep more bits than it should: no code depends on them.
+    """
+    if dtype == torch.float32 or not torch.compiler.is_compiling():
+        return v.to(dtype).float()
+    dropped = 16 if dtype == torch.bfloat16 else 13
+    if bounded:
+        scaled = v * (2.0**dropped + 1)  # Veltkamp's splitting; a middle goes to even, as v has no bits below it
+        return scaled - (scaled - v)
+    bits = v.view(torch.int32)
+    half = (1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1)
+    rounded = ((bits + half) & -(1 << dropped)).view(torch.float32)
+    return rounded if dtype == torch.bfloat16 else torch.where(v.abs() < 65520.0, rounded, v * torch.inf)
 
 
 def e8m0_scale(amax: Tensor, scheme: Scheme) -> Tensor:
@@ -91,35 +113,30 @@ def e8m0_scale(amax: Tensor, scheme: Scheme) -> Tensor:
     """
     element, rule = scheme.element, scheme.scale
     assert isinstance(element, SmallFloat)
-    bits = amax.view(torch.int32)
-    if rule in ("floor", "floor-stretched"):
-        byte = (bits >> 23) - element.max_exponent
-    elif rule == "ceil":
-        byte = (bits >> 23) + ((bits & _MANTISSA) > 0) - element.max_exponent
-    elif rule in ("even", "even-fp4"):
-        half_unit = 1 << (22 - (element.mantissa_bits if rule == "even" else E2M1.mantissa_bits))
-        byte = ((bits + half_unit) >> 23) - element.max_exponent
+    if rule == "rceil":
+        scale = power_of_two_above(amax * torch.tensor(1.0 / element.max, dtype=torch.float32))
     else:
-        ratio = amax * torch.tensor(1.0 / element.max, dtype=torch.float32)
-        return torch.where(torch.isfinite(amax), power_of_two_above(ratio), torch.nan)
-    return torch.where(torch.isfinite(amax), e8m0_values(byte.clamp(0, 254)), torch.nan)
+        bits = amax.view(torch.int32)
+        if rule == "ceil":
+            bits = bits + _MANTISSA
+        elif rule in ("even", "even-fp4"):
+            bits = bits + (1 << (22 - (element.mantissa_bits if rule == "even" else E2M1.mantissa_bits)))
+        exponent = (bits & _EXPONENT) - (element.max_exponent << 23)
+        scale = exponent.clamp(min=_SMALLEST_E8M0).view(torch.float32)
+    return scale + 0.0 * amax  # NaN where amax is no finite number
 
 
 def power_of_two_above(x: Tensor) -> Tensor:
-    """The smallest power of two from 2^-127 up that is not below ``x``, fp32 and not negative, below 2^127.
-
-    In float arithmetic, which ``torch.compile`` vectorizes and bit casts stop it from.
-    """
-    lift = torch.where(x < 2.0**-40, 2.0**64, torch.where(x > 2.0**40, 2.0**-64, 1.0))  # into the range of the formula
-    lifted = x * lift
-    below = unit_in_first_place(lifted)
-    return (torch.where(below < lifted, 2 * below, below) / lift).clamp(min=2.0**-127)
+    """The smallest power of two from 2^-127 up that is not below ``x``, fp32 and not negative, up to 2^127."""
+    bits = x.view(torch.int32)
+    above = (bits + _MANTISSA) & _EXPONENT
+    return torch.where(bits <= _SMALLEST_E8M0, _SMALLEST_E8M0, above).view(torch.float32)
 
 
 def e8m0_values(byte: Tensor) -> Tensor:
     """``2^(byte - 127)`` in fp32 for integers 0 to 254; 2^-127 is subnormal."""
     byte = byte.to(torch.int32)
-    return torch.where(byte == 0, 0x00400000, byte << 23).view(torch.float32)
+    return torch.where(byte == 0, _SMALLEST_E8M0, byte << 23).view(torch.float32)
 
 
 def nvfp4_global_scale(amax: Tensor) -> Tensor:
@@ -141,7 +158,8 @@ def e4m3_scale(amax: Tensor, scheme: Scheme, encode: Tensor, decode: Tensor) -> 
     """NVFP4's E4M3 block scale, as fp32 values, under a global scale given in both conventions."""
     largest = scheme.element.max
     if scheme.scale == "two-level":
-        scale = E4M3.round((encode * (amax / largest)).float())
+        # compressed-tensors keeps its global scale in fp32, so this product is exact to fp32 for 16-bit weights too.
+        scale = E4M3.round(encode.float() * (amax / largest).float())
         return torch.where(scale == 0, _NVFP4_ZERO_BLOCK_SCALE, scale)
     if scheme.scale == "two-level-kernel":
         return E4M3.round(encode * (amax * torch.tensor(1.0 / largest, dtype=torch.float32)))
@@ -154,9 +172,25 @@ def e4m3_scale(amax: Tensor, scheme: Scheme, encode: Tensor, decode: Tensor) -> 
 def nvfp4_codes(blocks: Tensor, scale: Tensor, scheme: Scheme, encode: Tensor, decode: Tensor) -> Tensor:
     """Values divided by both scales, in the order of the scheme's owner, not yet rounded to the element."""
     if scheme.scale == "two-level":
-        return blocks / (scale.to(blocks.dtype) / encode)
-    if scheme.scale == "two-level-kernel":
-        return blocks * torch.where(scale == 0, 0.0, 1.0 / (scale * (1.0 / encode)))
+        return blocks / beside(stored(scale.to(blocks.dtype) / encode), blocks, scheme)
     if scheme.scale == "two-level-modelopt":
-        return blocks / (scale * decode)
-    return blocks * ((1.0 / decode) / scale)
+        return blocks / beside(stored(scale * decode), blocks, scheme)
+    if scheme.scale == "two-level-kernel":
+        factor = torch.where(scale == 0, 0.0, 1.0 / (scale * (1.0 / encode)))
+    else:
+        factor = (1.0 / decode) / scale
+    return blocks * beside(stored(factor), blocks, scheme)
+
+
+def beside(scale: Tensor, blocks: Tensor, scheme: Scheme) -> Tensor:
+    """``scale`` ``[..., G, 1]`` as it broadcasts to ``blocks``: ``[..., G, block]``, or ``[..., G / 2, 2 block]`` where
+    blocks stand in pairs."""
+    if scheme.block is None or scale.ndim != blocks.ndim or blocks.shape[-1] != 2 * scheme.block:
+        return scale
+    first = torch.arange(2 * scheme.block, device=scale.device) < scheme.block
+    return torch.where(first, scale[..., 0::2, :], scale[..., 1::2, :])
+
+
+def stored(x: Tensor) -> Tensor:
+    """``x``; inductor computes it once and keeps it, instead of anew in the loop over elements."""
+    return x.as_strided(x.shape, x.stride()) if torch.compiler.is_compiling() else x

@@ -6,8 +6,8 @@ block-scaled formats of ``quant/schemes.py`` combine a grid with a scale rule.
 Rounding is to nearest, by default ties to the even code (what PTX ``cvt.rn``, vLLM, FlashInfer and
 compressed-tensors do). It is done by adding and subtracting ``1.5 · 2^23 · step`` in fp32: the sum's unit
 in the last place is then exactly ``step``, so the hardware's own round-to-nearest-even does the work, for
-normals and subnormals alike. The binade, and with it the step, comes from Rump's two-multiplication formula
-instead of the exponent bits, because ``torch.compile`` vectorizes float arithmetic on CPU but not
+normals and subnormals alike. The binade, and with it the step, comes from the exponent bits in eager mode (two passes)
+and, compiled, from Rump's two-multiplication formula, because inductor vectorizes float arithmetic on CPU but not
 bit casts (2.3 times the speed). The trap: the arithmetic must be fp32 and must not be contracted or
 reassociated; inductor keeps it so on CPU (``-ffp-contract=off``), and a test compares the bits.
 """
@@ -124,8 +124,11 @@ class SmallFloat:
 def unit_in_first_place(x: Tensor) -> Tensor:
     """``2^floor(log2 |x|)`` in fp32, exact for ``2^-100 < |x| < 2^100``; smaller inputs give something smaller.
 
-    Rump, Ogita and Oishi, "Accurate floating-point summation, part I", SIAM J. Sci. Comput. 31 (2008), §3.
+    Infinity and NaN give what makes the rounding NaN. The formula is that of Rump, Ogita and Oishi, "Accurate
+    floating-point summation, part I", SIAM J. Sci. Comput. 31 (2008), §3.
     """
+    if not torch.compiler.is_compiling():
+        return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
     scaled = x * (2.0**23 + 1)
     return (scaled - (1 - _HALF_ULP) * scaled).abs()
 

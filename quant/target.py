@@ -8,19 +8,24 @@ taken after the final norm; logits come from it through the model's own output h
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import AutoTokenizer
 
 from bitdraft.quant.apply import Applied, apply_recipe
+from bitdraft.quant.attention.apply import apply_to_attention
+from bitdraft.quant.attention.kv_cache import SlotCache
 from bitdraft.quant.checkpoints.attach import attach
-from bitdraft.quant.kv_cache import SlotCache
+from bitdraft.quant.checkpoints.cache_scales import stored_rounding
+from bitdraft.quant.linear import LowBitLinear
 from bitdraft.quant.loading import first_line, load_model, read_config, stored_checkpoint
+from bitdraft.quant.profiles import profile_named
 from bitdraft.quant.recipe import Recipe
 
 CompileChoice = Literal["auto", "on", "off"]
@@ -73,8 +78,14 @@ class LowBitTarget:
         return self.model.get_input_embeddings()  # type: ignore[operator]
 
     @property
-    def output_head(self) -> nn.Linear:
+    def output_head(self) -> nn.Linear | LowBitLinear:
         return self.model.get_output_embeddings()  # type: ignore[operator]
+
+    @property
+    def output_weight(self) -> Tensor:
+        """``[V, H]`` in the target's dtype: what the output head stands for, also where a recipe quantized it."""
+        head = self.output_head
+        return head.dequantized().to(self.dtype) if isinstance(head, LowBitLinear) else head.weight
 
     @property
     def final_norm(self) -> nn.Module:
@@ -88,9 +99,9 @@ class LowBitTarget:
         if kinds != {"full_attention"}:
             raise ValueError(
                 f"{self.name} has layers of kind {', '.join(sorted(kinds - {'full_attention'}))}, "
-                "for which decoding has no cache yet (quant/kv_cache.py): use a full-attention target"
+                "for which decoding has no cache yet (quant/attention/kv_cache.py): use a full-attention target"
             )
-        return SlotCache(self.layers, slots)
+        return SlotCache(self.layers, slots, self.applied.cache)
 
     @torch.no_grad()
     def states(
@@ -120,7 +131,7 @@ class LowBitTarget:
         finally:
             for handle in handles:
                 handle.remove()
-            self.applied.quantizer.forget()
+            self.applied.forget()
         last = out.last_hidden_state
         captured = (
             torch.stack([streams[k] for k in capture], dim=2) if capture else last.new_empty(*last.shape[:2], 0, 0)
@@ -130,6 +141,17 @@ class LowBitTarget:
     def logits(self, last_hidden: Tensor) -> Tensor:
         """``[..., H]`` → ``[..., V]`` in the target's dtype, with the architecture's own soft cap or scale."""
         return self.finish_logits(self.output_head(last_hidden))
+
+    def logits_of(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
+        """A function from hidden states ``[..., H]`` to the logits ``[..., D]`` of ``token_ids`` ``[D]`` alone."""
+        ids, head = token_ids.to(self.device), self.output_head
+        if len(ids) == self.vocab_size and torch.equal(ids, torch.arange(len(ids), device=ids.device)):
+            return self.logits
+        if isinstance(head, LowBitLinear):  # its blocks may span rows
+            return lambda last_hidden: self.logits(last_hidden)[..., ids]
+        rows = head.weight[ids]
+        bias = None if head.bias is None else head.bias[ids]
+        return lambda last_hidden: self.finish_logits(linear(last_hidden, rows, bias))
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         """What the architecture does to the output head's product before it is called logits."""
@@ -178,8 +200,9 @@ def load_target(
 ) -> LowBitTarget:
     """Load a model folder or hub id, freeze it and apply ``recipe``.
 
-    Recipes with static activation scales are calibrated on ``calibration`` (token ids ``[1, T]`` each), by
-    default on the text that ships with Bitdraft. The recipe ``AUTO`` takes a quantized checkpoint as it is: its
+    Recipes with static activation scales and those that look at inputs are calibrated on ``calibration`` (token ids
+    ``[B, T]`` each, without padding), which becomes part of the target's recipe; static scales by default on the text
+    that ships with Bitdraft. The recipe ``AUTO`` takes a quantized checkpoint as it is: its
     codes are decoded, and the target's recipe says what was found. Raises ``ValueError`` in one sentence for a
     target that is missing, damaged or incomplete, that is already quantized under another recipe, or not under
     ``AUTO``.
@@ -192,19 +215,45 @@ def load_target(
     model = load_model(target, config, dtype, trust_remote_code, stored).to(device)
     if stored is not None:
         scales = {name: layer.weight.outer for name, layer in stored.layers.items() if layer.weight.outer is not None}
+        cache = None
+        if stored.has_fp8_cache or recipe.kv is not None:
+            cache = stored_rounding(model, stored.cache_tensors)
+            scales |= stored.cache_tensors
         fingerprint = fingerprint_of(model, scales)
-        applied, recipe = attach(model, stored, compiled=compiled)
+        applied, found = attach(model, stored, compiled=compiled, profile=profile_named(recipe.profile))
+        recipe = replace(found, name=recipe.name, kv=None if cache is None else cache.rule)
+        applied = apply_to_attention(model, recipe, applied, stored=cache)
         wrapped = LowBitTarget(model, recipe, applied, name=target, fingerprint=fingerprint)
+        _compute_exactly(wrapped)
         _check_logits(wrapped)
         return wrapped
     fingerprint = fingerprint_of(model)
-    if calibration is None and any(r.activation_scheme and r.activation_scheme.has_global_scale for r in recipe.rules):
+    if calibration is not None and (recipe.has_static_inputs or recipe.looks_at_inputs):
+        recipe = replace(recipe, calibrated_on=_digest(calibration))
+    elif recipe.has_static_inputs and not recipe.looks_at_inputs:  # a page is too little for those
         calibration = calibration_ids(load_tokenizer(target, trust_remote_code=trust_remote_code))
     moved = [ids.to(device) for ids in calibration or ()]
     applied = apply_recipe(model, recipe, compiled=compiled, calibration=moved)
+    applied = apply_to_attention(model, recipe, applied, moved)
     wrapped = LowBitTarget(model, recipe, applied, name=target, fingerprint=fingerprint)
+    _compute_exactly(wrapped)
     _check_logits(wrapped)
     return wrapped
+
+
+def _compute_exactly(target: LowBitTarget) -> None:
+    """Products in the engines' exact order where the recipe asks for it; calibration has gone the fast way."""
+    for layer in target.model.modules():
+        if isinstance(layer, LowBitLinear):
+            layer.exact_product = target.recipe.exact_product
+
+
+def _digest(calibration: Sequence[Tensor]) -> str:
+    """16 hex digits over the token ids, in order."""
+    digest = hashlib.sha256()
+    for ids in calibration:
+        digest.update(f"{tuple(ids.shape)}".encode() + ids.to("cpu", torch.int64).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def calibration_ids(tokenizer: Any) -> list[Tensor]:

@@ -10,7 +10,6 @@ stream is not touched, so captured hidden states stay what they were.
 the run-time product does, in bf16 as well.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +42,11 @@ class BlockTransform:
         """``W T⁻¹`` for ``weight`` ``[M, K]``, computed in fp64, in ``weight``'s dtype."""
         folded = _multiply_blocks(weight.double(), self.inverse.to(weight.device).mT)
         return folded.to(weight.dtype)
+
+    def unfold(self, weight: Tensor) -> Tensor:
+        """``W T`` for ``weight`` ``[M, K]``: from what ``fold`` gave (or its low-bit form) back, fp32."""
+        matrix = self.matrix.to(weight.device, torch.float64)
+        return _multiply_blocks(weight.double(), matrix.mT).float()
 
     def moments(self, hessian: Tensor) -> Tensor:
         """``T H Tᵀ``: the second moments ``[K, K]`` of the transformed inputs from those of the inputs."""
@@ -143,28 +147,3 @@ class TransformedInput(nn.Module):
     def extra_repr(self) -> str:
         blocks = len(self.transform.matrix)
         return f"blocks of {self.transform.block}, {'one matrix' if blocks == 1 else f'{blocks} matrices'}"
-
-
-@torch.no_grad()
-def fold_transform(linear: nn.Linear, transform: BlockTransform) -> None:
-    """Fold ``T⁻¹`` into ``linear``'s weight, in place. It then expects transformed inputs."""
-    linear.weight.copy_(transform.fold(linear.weight))
-
-
-def transform_inputs(
-    model: nn.Module, names: Sequence[str], transform: BlockTransform, memory: TransformMemory
-) -> None:
-    """Fold ``transform`` into the named ``nn.Linear`` layers and put them behind it, in place.
-
-    The layers keep their weights' names under ``<name>.layer``. Raises ``ValueError`` naming the module if one is
-    not a linear layer or its width does not divide.
-    """
-    for name in names:
-        linear = model.get_submodule(name)
-        if not isinstance(linear, nn.Linear):
-            raise ValueError(f"module {name} is a {type(linear).__name__}: only linear layers can take a transform")
-        try:
-            fold_transform(linear, transform)
-        except ValueError as error:
-            raise ValueError(f"module {name}: {error}") from error
-        model.set_submodule(name, TransformedInput(linear, transform, memory))

@@ -26,7 +26,7 @@ import tyro
 from bitdraft.data.demo_target import resolve_target
 from bitdraft.data.sources import demo_file, read_conversations
 from bitdraft.quant.files import sha256_of, write_text_atomically
-from bitdraft.quant.recipe import load_recipe
+from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import LowBitTarget, load_target, load_tokenizer
 from bitdraft.speculators.eagle3 import Eagle3Config
 from bitdraft.speculators.export import load_head

@@ -9,16 +9,17 @@ Greedy chains. The answers of the first ``--check`` prompts are compared with pl
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import tyro
 
+from bitdraft.data.calibration import CalibrationConfig, calibration_text
 from bitdraft.data.demo_target import resolve_target
 from bitdraft.data.sources import demo_file, read_conversations
 from bitdraft.quant.files import write_text_atomically
-from bitdraft.quant.recipe import load_recipe
+from bitdraft.quant.profiles import load_recipe_for
 from bitdraft.quant.target import CompileChoice, load_target, load_tokenizer
 from bitdraft.speculators.export import load_head, recipe_of_head
 from bitdraft.train import acceptance
@@ -36,6 +37,8 @@ class Options:
     """Model folder or hub id; `demo` is the embedded SmolLM2-135M-Instruct."""
     target_quant: str = "mxfp4"
     """Preset or YAML recipe that the target is served with, or `auto` for a checkpoint that is already quantized."""
+    target_profile: str = "plain"
+    """Who computes: `plain`, or an engine on a chip, as in vllm-sm90 (docs/numerics.md)."""
     data: tuple[Path, ...] = ()
     """JSONL files of prompts, measured one by one; by default the shipped held-out prompts."""
     prompts: int = 80
@@ -52,6 +55,7 @@ class Options:
     compile_quantizer: CompileChoice = "auto"
     """Compile the activation quantizer (same bits, faster)."""
     trust_remote_code: bool = False
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     out: Path | None = None
     """Where to write the numbers as JSON."""
 
@@ -64,7 +68,7 @@ class Options:
 
 
 def main(options: Options) -> None:
-    recipe = load_recipe(options.target_quant)
+    recipe = load_recipe_for(options.target_quant, options.target_profile)
     files = options.data or (demo_file("heldout"),)
     sets = [(path.stem, read_conversations([path])) for path in files]
     name = resolve_target(options.target, read_environment().cache_dir)
@@ -76,10 +80,12 @@ def main(options: Options) -> None:
         dtype=dtype,
         device=options.device,
         compile_quantizer=options.compile_quantizer,
+        calibration=calibration_text(options.calibration, recipe, tokenizer),
         trust_remote_code=options.trust_remote_code,
     )
     head = load_head(options.heads, target)
     trained_on = recipe_of_head(options.heads).get("recipe", "unknown")
+    print(target.recipe.computed_by)
     print(f"{head.kind} head trained on {trained_on}, served on {recipe.name}, {str(dtype).removeprefix('torch.')}")
     how = AcceptanceConfig(
         prompts=options.prompts,

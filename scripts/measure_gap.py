@@ -9,7 +9,7 @@ Writes gap.json, gap.md and gap.png into ``--out``; docs/gap.md says how to read
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -18,12 +18,15 @@ import torch
 import tyro
 from tqdm import tqdm
 
+from bitdraft.data.calibration import CalibrationConfig, calibration_text
 from bitdraft.data.chat import Example, end_of_turn_ids
 from bitdraft.data.demo_target import resolve_target
 from bitdraft.data.regenerate import AnswerSettings, on_policy_examples
 from bitdraft.data.sources import demo_file, read_conversations
 from bitdraft.quant.files import write_text_atomically
-from bitdraft.quant.recipe import Recipe, load_recipe
+from bitdraft.quant.presets import load_recipe
+from bitdraft.quant.profiles import load_recipe_for
+from bitdraft.quant.recipe import Recipe
 from bitdraft.quant.target import CompileChoice, LowBitTarget, load_target, load_tokenizer
 from bitdraft.speculators.eagle3 import default_capture_layers
 from bitdraft.train import gap
@@ -40,6 +43,8 @@ class Options:
     """Model folder or hub id; `demo` is the embedded SmolLM2-135M-Instruct."""
     recipes: tuple[str, ...] = ("fp8", "mxfp4", "nvfp4")
     """Presets or YAML recipes to compare with the 16-bit target."""
+    target_profile: str = "plain"
+    """Who computes: `plain`, or an engine on a chip, as in vllm-sm90 (docs/numerics.md)."""
     data: tuple[Path, ...] = ()
     """JSONL files of prompts; by default the shipped held-out prompts."""
     prompts: int = 40
@@ -56,6 +61,7 @@ class Options:
     compile_quantizer: CompileChoice = "auto"
     """Compile the activation quantizer (same bits, faster)."""
     trust_remote_code: bool = False
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     out: Path = Path("runs/gap")
     """Folder for gap.json, gap.md and gap.png."""
 
@@ -70,7 +76,8 @@ class Options:
 
 
 def main(options: Options) -> None:
-    recipes = _recipes(options.recipes)
+    recipes = _recipes(options.recipes, options.target_profile)
+    print(f"profile {options.target_profile}")
     files = options.data or (demo_file("heldout"),)
     asked = [replace(c, messages=tuple(first_turn(c))) for c in read_conversations(files)[: options.prompts]]
     cache = read_environment().cache_dir
@@ -86,6 +93,7 @@ def main(options: Options) -> None:
             dtype=dtype,
             device=options.device,
             compile_quantizer=options.compile_quantizer,
+            calibration=calibration_text(options.calibration, recipe, tokenizer),
             trust_remote_code=options.trust_remote_code,
         )
 
@@ -115,6 +123,7 @@ def main(options: Options) -> None:
         "seed": options.seed,
         "target": options.target,
         "target_fingerprint": reference.fingerprint,
+        "target_profile": options.target_profile,
         "reference": "bf16" if dtype == torch.bfloat16 else "fp32",
         "data": [path.stem for path in files],
         "prompts": len(asked),
@@ -129,9 +138,9 @@ def main(options: Options) -> None:
     print(f"\n{report(document)}\nalso in {options.out}: gap.json, gap.md, gap.png")
 
 
-def _recipes(named: Sequence[str]) -> list[Recipe]:
+def _recipes(named: Sequence[str], profile: str) -> list[Recipe]:
     """The recipes of the command line; ``ValueError`` where two could not be told apart in a table."""
-    recipes = [load_recipe(name) for name in named]
+    recipes = [load_recipe_for(name, profile) for name in named]
     names = [r.name for r in recipes]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"--recipes has two recipes called {twice[0]!r}: name each one once")

@@ -6,16 +6,18 @@ Writes the target's folder with other weights, in compressed-tensors format, who
 train on it with ``--target runs/demo-nvfp4a16 --target-quant auto``. Needs the ``checkpoints`` extra.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
 import tyro
+from torch import Tensor
 
+from bitdraft.data.calibration import CalibrationConfig, calibration_text
 from bitdraft.data.demo_target import resolve_target
 from bitdraft.quant.checkpoints.write import write_quantized
-from bitdraft.quant.recipe import load_recipe
+from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import calibration_ids, load_tokenizer
 from bitdraft.train.environment import read_environment, stop_cleanly
 
@@ -33,6 +35,7 @@ class Options:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """What the weights are loaded in before they are quantized; `auto` is the checkpoint's own type."""
     device: str = "cpu"
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     overwrite: bool = False
     """Replace the folder if it exists."""
     trust_remote_code: bool = False
@@ -42,10 +45,10 @@ class Options:
 def main(options: Options) -> None:
     recipe = load_recipe(options.target_quant)
     name = resolve_target(options.target, read_environment().cache_dir)
-    schemes = [rule.activation_scheme for rule in recipe.rules]
-    calibration = []
-    if any(scheme is not None and scheme.has_global_scale for scheme in schemes):
-        calibration = calibration_ids(load_tokenizer(name, trust_remote_code=options.trust_remote_code))
+    calibration: list[Tensor] = []
+    if recipe.has_static_inputs or recipe.looks_at_inputs:
+        tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
+        calibration = calibration_text(options.calibration, recipe, tokenizer) or calibration_ids(tokenizer)
     written = write_quantized(
         name,
         recipe,

@@ -2,7 +2,7 @@
 
 Each pass sends the newest token and ``k`` drafts through the target at once and keeps the drafts that the target
 would have written itself, plus the token it adds. Sequences of a batch advance at their own pace
-(``quant/kv_cache.py``); finished ones leave the batch. Nothing is computed twice.
+(``quant/attention/kv_cache.py``); finished ones leave the batch. Nothing is computed twice.
 """
 
 import time
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bitdraft.quant.kv_cache import WORTH_DROPPING
+from bitdraft.quant.attention.kv_cache import WORTH_DROPPING
 from bitdraft.quant.target import LowBitTarget, TargetStates
 from bitdraft.speculators.base import DraftContext, DraftHead, DraftState
 from bitdraft.speculators.metrics import Acceptance

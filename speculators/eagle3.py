@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, pad
 
-from bitdraft.quant.attention import grouped_attention
-from bitdraft.quant.kv_cache import SlotCache
+from bitdraft.quant.attention.kv_cache import SlotCache
+from bitdraft.quant.attention.packed import grouped_attention
 from bitdraft.quant.target import LowBitTarget, TargetStates
 from bitdraft.speculators.attention import training_time_test_attention
 from bitdraft.speculators.base import DraftContext, DraftHead, DraftState, StartBatches, check_layers, rows_at
@@ -101,7 +101,7 @@ class Eagle3Head(DraftHead):
                 nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
         with torch.no_grad():
             head.capture_scale.copy_(_capture_scale(target, tuple(layers)))
-            head.lm_head.weight.copy_(target.output_head.weight[vocab.target_ids.to(target.device)])
+            head.lm_head.weight.copy_(target.output_weight[vocab.target_ids.to(target.device)])
             head.norm.weight.copy_(target.final_norm.weight)  # type: ignore[arg-type]
         return head
 

@@ -57,10 +57,10 @@ class MedusaHead(DraftHead):
 
     @classmethod
     def from_target(cls, config: MedusaConfig, target: LowBitTarget, vocab: DraftVocab) -> "MedusaHead":
-        head = cls(config, target.hidden_size, vocab, target.output_head.weight.detach())
+        head = cls(config, target.hidden_size, vocab, target.output_weight.detach())
         for own in head.lm_heads:
             assert isinstance(own, nn.Linear)
-            own.weight.data.copy_(target.output_head.weight)
+            own.weight.data.copy_(target.output_weight)
         return head
 
     @property

@@ -9,7 +9,7 @@ import torch
 from tiny import save_tiny_target
 
 from bitdraft.data.demo_target import demo_target
-from bitdraft.quant.recipe import load_recipe
+from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import LowBitTarget, load_target
 from bitdraft.train.environment import read_environment
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import tiny_tokenizer
 from torch import Tensor
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from bitdraft.quant.linear import LowBitLinear
 from bitdraft.quant.recipe import AUTO
@@ -20,6 +22,13 @@ SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "
 VOCAB = 320
 UP = "model.layers.1.mlp.up_proj"
 GLOBAL = torch.tensor([37.5])  # one number for all: layers that engines fuse must share it
+
+EXPERTS = "model.layers.0.mlp.experts"
+MOE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 64, "num_experts_per_tok": 2, "bos_token_id": 257, "eos_token_id": 258,
+    "pad_token_id": 258,
+}  # fmt: skip
 
 Make = Callable[[int, int, torch.Generator], tuple[dict[str, Tensor], Tensor]]
 """Random stored tensors of a weight [N, K], and the weight that they stand for (fp32)."""
@@ -211,6 +220,17 @@ FORMATS: dict[str, tuple[dict[str, Any], Make, str, str | None]] = {
         awq, "int4-g128-asym", None,
     ),
 }  # fmt: skip
+
+
+def save_mixture(folder: Path, family: str) -> Path:
+    torch.manual_seed(0)
+    if family == "qwen3-moe":
+        config = Qwen3MoeConfig(**MOE, intermediate_size=128, moe_intermediate_size=128, num_experts=4)
+        Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    else:
+        MixtralForCausalLM(MixtralConfig(**MOE, intermediate_size=128, num_local_experts=4)).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def store(folder: Path, out: Path, kind: str, seed: int = 0) -> tuple[Path, dict[str, Tensor]]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from bitdraft.data.calibration import CalibrationConfig
 from bitdraft.quant.target import CompileChoice
 from bitdraft.speculators.eagle3 import Eagle3Config
 from bitdraft.speculators.medusa import MedusaConfig
@@ -102,8 +103,12 @@ class RunConfig:
     target: str = "demo"
     """Model folder or hub id; `demo` is the embedded SmolLM2-135M-Instruct."""
     target_quant: str = "mxfp4"
-    """How the target is served: none, fp8, mxfp4, mxfp4a16, mxfp4a4, nvfp4, nvfp4a16 (also nvfp4-4over6, nvfp4-sweep
-    and their a16 forms), a YAML recipe, or `auto` for a checkpoint that is already quantized."""
+    """How the target is served: none, fp8, fp8-block, mxfp8, mxfp4, mxfp4a16, mxfp4a4, nvfp4, nvfp4a16, w4a16 (more
+    in docs/numerics.md), a YAML recipe, or `auto` for a checkpoint that is already quantized."""
+    target_profile: str = "plain"
+    """Who computes: `plain` (every format by the rule of its name), vllm-sm80, vllm-sm90, vllm-sm100, sglang-sm90,
+    sglang-sm100, vllm-cpu (more in docs/numerics.md); `+exact` behind it multiplies in the engines' order in
+    bfloat16 too."""
     head: Literal["eagle3", "medusa"] = "eagle3"
     """Kind of draft head."""
     data: tuple[Path, ...] = ()
@@ -111,7 +116,7 @@ class RunConfig:
     prompts: int | None = None
     """Train on the first so many records of the data only."""
     output_dir: Path | None = None
-    """Run folder; by default runs/HEAD-QUANT."""
+    """Run folder; by default runs/HEAD-QUANT, with the profile behind it if it is not plain."""
     resume: bool = False
     """Go on from the newest whole checkpoint in the run folder."""
     seed: int = 0
@@ -127,6 +132,7 @@ class RunConfig:
     """Any tracker that accelerate knows by name, or `none`."""
     trust_remote_code: bool = False
     """Let the target's folder run its own Python code."""
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)
     eagle3: Eagle3Config = field(default_factory=Eagle3Config)
     medusa: MedusaConfig = field(default_factory=MedusaConfig)
@@ -145,4 +151,5 @@ class RunConfig:
 
     @property
     def run_dir(self) -> Path:
-        return self.output_dir or Path("runs") / f"{self.head}-{Path(self.target_quant).stem}"
+        profile = "" if self.target_profile == "plain" else f"-{self.target_profile}"
+        return self.output_dir or Path("runs") / f"{self.head}-{Path(self.target_quant).stem}{profile}"

@@ -83,6 +83,7 @@ def train(
         tqdm(total=optim.steps, initial=first, unit="step", desc=f"training {head.kind}", disable=rank > 0) as bar,
         _stop_requests() as stop,
     ):
+        teacher = target.logits_of(head.vocab.target_ids)
         for step in range(first, optim.steps):
             started = time.perf_counter()
             supervision = source.supervision(next(order)[rank])
@@ -94,7 +95,7 @@ def train(
             rows = wanted_rows(supervision, len(weights_K))
             with accelerator.autocast():
                 outputs = wrapped(supervision.states, supervision.batch.tokens, rows)
-            result = objective(outputs, rows, head, target, supervision, weights_K, positions)
+            result = objective(outputs, rows, head, teacher, supervision, weights_K, positions)
             accelerator.backward(result.loss * ranks)  # DDP averages over ranks; the divisor already spans them
             norm = accelerator.clip_grad_norm_(trained, optim.clip)
             loss = float(accelerator.reduce(result.loss.detach(), "sum"))

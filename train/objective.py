@@ -5,13 +5,12 @@ of the head predicts it from row ``j − 1 − k``. A term counts if the token b
 assistant, the row exists and the teacher's first choice lies in the draft vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-from bitdraft.quant.target import LowBitTarget
 from bitdraft.speculators.base import DraftHead
 from bitdraft.train.losses import soft_cross_entropy
 from bitdraft.train.states import Supervision
@@ -46,13 +45,14 @@ def objective(
     outputs: Tensor,
     rows: Tensor,
     head: DraftHead,
-    target: LowBitTarget,
+    teacher: Callable[[Tensor], Tensor],
     supervision: Supervision,
     weights_K: Tensor,
     divisor: float,
 ) -> Objective:
-    """``outputs``: the head's ``[K, B, R, H]`` at ``rows``; ``weights_K`` sums to one; ``divisor`` is the
-    step's count of positions."""
+    """``outputs``: the head's ``[K, B, R, H]`` at ``rows``; ``teacher``: from the target's hidden states its logits of
+    the draft vocabulary (``LowBitTarget.logits_of``); ``weights_K`` sums to one; ``divisor`` is the step's count of
+    positions."""
     sequence, position = teacher_rows(supervision)
     steps = len(outputs)
     row_KN = position - 1 - torch.arange(steps, device=position.device)[:, None]
@@ -61,18 +61,11 @@ def objective(
     student_KNH = torch.stack([outputs[k][sequence, at_KN[k].clamp(min=0)] for k in range(steps)])
     in_vocab_N = head.vocab.t2d.to(position.device)[supervision.first_choices[sequence, position]]
     terms_KN = (exists_KN & in_vocab_N).float()
-    rows_of_target = target.output_head.weight
-    if not head.vocab.is_full:
-        rows_of_target = rows_of_target[head.vocab.target_ids.to(rows_of_target.device)]  # [D, H]
-
-    def teacher_logits(hidden: Tensor) -> Tensor:
-        return target.finish_logits(linear(hidden, rows_of_target))
-
     losses = soft_cross_entropy(
         student_KNH,
         head.output_weight,
         supervision.states.last_hidden[sequence, position],
-        teacher_logits,
+        teacher,
         terms_KN * weights_K.to(position.device)[:, None] / divisor,
     )
     accepted, possible = _prefixes(losses.agrees, exists_KN, sequence, at_KN, rows.shape)

@@ -20,12 +20,14 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import ProjectConfiguration, set_seed
 
+from bitdraft.data.calibration import calibration_text
 from bitdraft.data.chat import Example, end_of_turn_ids, written_examples
 from bitdraft.data.demo_target import resolve_target
 from bitdraft.data.regenerate import AnswerSettings, on_policy_examples
 from bitdraft.data.sources import Conversation, demo_file, read_conversations
 from bitdraft.quant.files import write_text_atomically
-from bitdraft.quant.recipe import Recipe, load_recipe
+from bitdraft.quant.profiles import load_recipe_for
+from bitdraft.quant.recipe import Recipe
 from bitdraft.quant.target import LowBitTarget, load_target, load_tokenizer
 from bitdraft.speculators.base import DraftHead, check_layers
 from bitdraft.speculators.eagle3 import Eagle3Config
@@ -64,8 +66,8 @@ class Finished:
 def run(config: RunConfig, environment: Environment) -> Finished:
     """Train, export and measure. Raises ``ValueError`` for what the user can mend."""
     folder = config.run_dir
-    recipe = load_recipe(config.target_quant)
-    text_recipe = load_recipe(config.answers.quant) if config.answers.quant else recipe
+    recipe = load_recipe_for(config.target_quant, config.target_profile)
+    text_recipe = load_recipe_for(config.answers.quant, config.target_profile) if config.answers.quant else recipe
     conversations = read_conversations(config.data or [demo_file("train")])[: config.prompts]
     heldout = read_conversations(config.acceptance.data or [demo_file("heldout")])
     accelerator = _accelerator(config, environment, folder)
@@ -81,10 +83,11 @@ def run(config: RunConfig, environment: Environment) -> Finished:
     name = resolve_target(config.target, environment.cache_dir)
     dtype = _dtype(config, accelerator)
     tokenizer = load_tokenizer(name, trust_remote_code=config.trust_remote_code)
-    target = _load(config, name, recipe, dtype, accelerator)
+    target = _load(config, name, recipe, dtype, accelerator, tokenizer)
     accelerator.print(
-        f"target {config.target} ({target.fingerprint}), recipe {recipe.name}, {str(dtype).removeprefix('torch.')} on "
-        f"{accelerator.device}, quantizer {'compiled' if target.applied.quantizer.compiled else 'eager'}\n"
+        f"target {config.target} ({target.fingerprint}), recipe {recipe.name}, profile {recipe.profile}, "
+        f"{str(dtype).removeprefix('torch.')} on {accelerator.device}, "
+        f"quantizer {'compiled' if target.applied.quantizer.compiled else 'eager'}\n"
         f"{target.applied.summary()}"
     )
     _check_head_settings(config, target)
@@ -146,13 +149,16 @@ def _open_run(folder: Path, config: RunConfig) -> None:
     write_text_atomically(described, to_yaml(replace(config, resume=False)))
 
 
-def _load(config: RunConfig, name: str, recipe: Recipe, dtype: torch.dtype, accelerator: Accelerator) -> LowBitTarget:
+def _load(
+    config: RunConfig, name: str, recipe: Recipe, dtype: torch.dtype, accelerator: Accelerator, tokenizer: Any
+) -> LowBitTarget:
     return load_target(
         name,
         recipe,
         dtype=dtype,
         device=str(accelerator.device),
         compile_quantizer=config.compile_quantizer,
+        calibration=calibration_text(config.calibration, recipe, tokenizer),
         trust_remote_code=config.trust_remote_code,
     )
 
@@ -174,8 +180,8 @@ def _examples(
         examples = [e for c in conversations for e in written_examples(tokenizer, c, end_ids)]
     else:
         writer = target
-        if config.answers.quant and text_recipe.fingerprint != target.recipe.fingerprint:
-            writer = _load(config, name, text_recipe, dtype, accelerator)
+        if text_recipe.fingerprint != load_recipe_for(config.target_quant, config.target_profile).fingerprint:
+            writer = _load(config, name, text_recipe, dtype, accelerator, tokenizer)
         examples = on_policy_examples(
             writer,
             tokenizer,

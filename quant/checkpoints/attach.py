@@ -7,22 +7,30 @@ the engine would decode some of them wrongly.
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from bitdraft.quant.apply import Applied, any_expert, fused_groups
+from bitdraft.quant.apply import Applied
+from bitdraft.quant.at_load import loaded
 from bitdraft.quant.block import Quantized
 from bitdraft.quant.checkpoints.read import StoredCheckpoint
 from bitdraft.quant.checkpoints.stored import Formats, StoredLayer
+from bitdraft.quant.choose import fused_groups
 from bitdraft.quant.experts import expert_projections, experts_around, separate_experts, stored_expert
+from bitdraft.quant.input_scales import any_expert
 from bitdraft.quant.linear import ActivationQuantizer, LowBitLinear
+from bitdraft.quant.profiles import PLAIN, Profile, difference
 from bitdraft.quant.recipe import AUTO, Recipe, Rule
 
 
-def attach(model: nn.Module, stored: StoredCheckpoint, *, compiled: bool) -> tuple[Applied, Recipe]:
+def attach(
+    model: nn.Module, stored: StoredCheckpoint, *, compiled: bool, profile: Profile = PLAIN
+) -> tuple[Applied, Recipe]:
     """Replace the layers of ``model`` whose values came from ``stored`` by ``LowBitLinear``, in place.
 
+    ``profile`` says how the engine computes what the checkpoint declares.
     Returns what was done and the recipe that says so. Raises ``ValueError`` naming a layer that the model does not
     have, that the configuration declares but the checkpoint does not hold, or whose scales an engine could not keep.
     """
@@ -31,8 +39,15 @@ def attach(model: nn.Module, stored: StoredCheckpoint, *, compiled: bool) -> tup
     for name, experts in experts_around(model).items():
         if experts in stored.experts:
             layers[name] = StoredLayer(stored.experts[experts], Quantized(torch.empty(0), None, torch.empty(0)))
+    declared, layers = layers, {n: _as_computed(n, layer, profile, stored) for n, layer in layers.items()}
     left_alone = _left_alone(model, layers, stored)
-    recipe = _recipe(layers, left_alone)
+    changed = {n: difference(a.formats, layers[n].formats) for n, a in declared.items()}
+    recipe = replace(
+        _recipe(layers, left_alone),
+        profile=profile.name,
+        changed=tuple(sorted({c for c in changed.values() if c})),
+        exact_product=profile.exact_product,
+    )
     rules: dict[str, Rule] = {}
     for name in layers:
         rule = recipe.rule_for(name)
@@ -40,24 +55,45 @@ def attach(model: nn.Module, stored: StoredCheckpoint, *, compiled: bool) -> tup
         rules[name] = rule
     input_scales = _shared_input_scales(rules, layers)
     quantizer = ActivationQuantizer(compiled)
-    for name, layer in layers.items():
-        source, rule = model.get_submodule(name), rules[name]
-        assert isinstance(source, nn.Linear) and rule.weight_scheme is not None
-        kept = layer.weight
-        outer = None if kept.outer is None else kept.outer.to(source.weight.device)
-        scale = input_scales.get(name)
-        low_bit = LowBitLinear(
-            source,
-            rule.weight_scheme,
-            rule.activation_scheme,
-            quantizer,
-            input_global_scale=None if scale is None else scale.to(source.weight.device),
-            quantized=Quantized(source.weight.detach(), outer, kept.scale, kept.block),
-        )
-        model.set_submodule(name, low_bit)
-    if stored.has_cache_scales:
-        left_alone["key and value cache"] = "the checkpoint has scales for FP8, which is not simulated"
-    return Applied(rules, left_alone, quantizer), recipe
+    for members in fused_groups(rules):
+        at_load, weights = rules[members[0]].at_load, [_weight(model, name, layers[name]) for name in members]
+        for name, weight in zip(members, loaded(weights, at_load, weights[0].values.dtype), strict=True):
+            source, rule = model.get_submodule(name), rules[name]
+            assert isinstance(source, nn.Linear) and rule.weight_scheme is not None
+            scale = input_scales.get(name)
+            low_bit = LowBitLinear(
+                source,
+                rule.weight_scheme,
+                rule.activation_scheme,
+                quantizer,
+                input_global_scale=None if scale is None else scale.to(source.weight.device),
+                quantized=weight,
+            )
+            model.set_submodule(name, low_bit)
+    if stored.cache_tensors and not stored.has_fp8_cache:
+        left_alone["key and value cache"] = "the checkpoint has scales for FP8 but does not ask for it: auto+kvfp8 does"
+    return Applied(rules, left_alone, quantizer, computed_by=recipe.computed_by * (not profile.is_plain)), recipe
+
+
+def _as_computed(name: str, layer: StoredLayer, profile: Profile, stored: StoredCheckpoint) -> StoredLayer:
+    """The layer in the formats that the engine computes it in, without an input scale where inputs stay in 16 bit."""
+    declared, experts = layer.formats, ".experts." in name
+    try:
+        if stored.experts and experts and not profile.is_plain:
+            computed = profile.computed("gpt-oss")
+        else:
+            computed = profile.of(declared.weights, declared.activations, experts=experts)
+    except ValueError as error:
+        raise ValueError(f"layer {name}: {error}") from error
+    formats = Formats(declared.weights, computed.activations, computed.at_load)
+    return replace(layer, formats=formats, input_scale=layer.input_scale if computed.activations else None)
+
+
+def _weight(model: nn.Module, name: str, layer: StoredLayer) -> Quantized:
+    """The weight as it is stored: its values from the model, its scales from the checkpoint."""
+    values, kept = model.get_parameter(f"{name}.weight").detach(), layer.weight
+    outer = None if kept.outer is None else kept.outer.to(values.device)
+    return Quantized(values, outer, kept.scale.to(values.device), kept.block)
 
 
 def _by_module_name(model: nn.Module, stored: StoredCheckpoint) -> dict[str, StoredLayer]:
@@ -99,7 +135,8 @@ def _joined(gate: tuple[str, StoredLayer], up: tuple[str, StoredLayer]) -> Store
         else:
             outer = torch.cat([_per_row(a.weight), _per_row(b.weight)])
     both = [s for s in (a.input_scale, b.input_scale) if s is not None]
-    return StoredLayer(a.formats, Quantized(a.weight.values, outer, a.weight.scale, a.weight.block), _widest(a, both))
+    scale = torch.cat([a.weight.scale, b.weight.scale]) if a.weight.scale.ndim else a.weight.scale
+    return StoredLayer(a.formats, Quantized(a.weight.values, outer, scale, a.weight.block), _widest(a, both))
 
 
 def _per_row(weight: Quantized) -> Tensor:
@@ -165,8 +202,12 @@ def _recipe(layers: dict[str, StoredLayer], left_alone: dict[str, str]) -> Recip
     rules = [Rule(name) for name in left_alone]
     for pattern, formats in _patterns(layers).items():
         if formats != frequent:
-            rules.append(Rule(pattern, formats.weights, formats.activations))
-    return Recipe(AUTO.name, (*rules, Rule("*", frequent.weights, frequent.activations)))
+            rules.append(_rule(pattern, formats))
+    return Recipe(AUTO.name, (*rules, _rule("*", frequent)))
+
+
+def _rule(pattern: str, formats: Formats) -> Rule:
+    return Rule(pattern, formats.weights, formats.activations, at_load=formats.at_load)
 
 
 def _patterns(layers: dict[str, StoredLayer]) -> dict[str, Formats]:

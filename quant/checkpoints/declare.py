@@ -42,10 +42,30 @@ INPUTS: dict[str, dict[str, Any]] = {
 
 def check_has_layout(recipe: Recipe) -> None:
     """``ValueError`` naming the first rule that compressed-tensors has no layout for."""
+    if recipe.kv is not None or recipe.attention is not None:
+        raise ValueError(
+            f"recipe {recipe.name!r}: checkpoints are written without the formats of the KV cache and of attention: "
+            "leave them out, and serve with the engine's own option (vLLM: --kv-cache-dtype fp8)"
+        )
     rules = [rule for rule in recipe.rules if not rule.leaves_alone]
     if not rules:
         raise ValueError(f"recipe {recipe.name!r} quantizes nothing: there is no checkpoint to write")
     for rule in rules:
+        if rule.transform != "none":
+            raise ValueError(
+                f"recipe {recipe.name!r}, rule {rule.modules!r}: compressed-tensors has no place here for the "
+                f"{rule.transform} transform of inputs, which the engine would have to apply: quantize without it"
+            )
+        if rule.residual:
+            raise ValueError(
+                f"recipe {recipe.name!r}, rule {rule.modules!r}: compressed-tensors has no place for residual "
+                "corrections, and engines would not apply them: quantize without residual"
+            )
+        if rule.at_load != "decode":
+            raise ValueError(
+                f"recipe {recipe.name!r}, rule {rule.modules!r}: {rule.at_load} is what an engine does at load, which "
+                "no checkpoint holds: quantize without it"
+            )
         for name, known in ((rule.weights, WEIGHTS), (rule.activations, INPUTS)):
             if name is not None and name not in known:
                 raise ValueError(

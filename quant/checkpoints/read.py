@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bitdraft.quant.block import Quantized
+from bitdraft.quant.checkpoints.cache_scales import CACHE_TENSORS, declares_fp8_cache
 from bitdraft.quant.checkpoints.compressed import CompressedTensors
 from bitdraft.quant.checkpoints.fine_grained import FineGrainedFp8
 from bitdraft.quant.checkpoints.integers import Awq, Gptq
@@ -44,7 +45,6 @@ _SCALES = {
     "weight_scale_2", "weight_scale_inv", "input_global_scale", "input_scale", "pre_quant_scale",
     "qweight", "qzeros", "scales", "g_idx",
 }  # fmt: skip
-_CACHE_SCALES = {"k_scale", "v_scale", "q_scale", "prob_scale", "k_zero_point", "v_zero_point"}
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,10 @@ class StoredCheckpoint:
     """What the configuration declares for a linear layer of the model."""
     experts: dict[str, Formats] = field(default_factory=dict)
     """Experts modules whose experts are all in one format without outer scales (gpt-oss)."""
-    has_cache_scales: bool = False
-    """Whether it holds scales of an FP8 KV cache, which is not simulated here."""
+    has_fp8_cache: bool = False
+    """Whether the configuration asks for an FP8 KV cache."""
+    cache_tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Scales of keys and values by the checkpoint's names, asked for or not."""
 
 
 def quantization_of(config: Any, target: str) -> dict[str, Any] | None:
@@ -103,7 +105,8 @@ def read_checkpoint(folder: Path, declared: Mapping[str, Any], served: torch.dty
     reader = _READERS[method](declared)
     state_dict: dict[str, Tensor] = {}
     layers: dict[str, StoredLayer] = {}
-    grouped, has_cache_scales = _grouped(files)
+    has_fp8_cache = declares_fp8_cache(declared)
+    grouped, cache_names = _grouped(files)
     for layer, leaves in grouped.items():
         if not _is_quantized(files, layer, leaves):
             state_dict |= {_join(layer, leaf): files[_join(layer, leaf)] for leaf in leaves}
@@ -117,20 +120,27 @@ def read_checkpoint(folder: Path, declared: Mapping[str, Any], served: torch.dty
         if "bias" in leaves:
             state_dict[f"{layer}.bias"] = files[f"{layer}.bias"]
         layers[layer] = _without_values(stored)
-    return StoredCheckpoint(method, state_dict, layers, reader.formats, has_cache_scales=has_cache_scales)
+    return StoredCheckpoint(
+        method,
+        state_dict,
+        layers,
+        reader.formats,
+        has_fp8_cache=has_fp8_cache,
+        cache_tensors={name: files[name] for name in cache_names},
+    )
 
 
-def _grouped(files: TensorFiles) -> tuple[dict[str, list[str]], bool]:
-    """The last parts of names by layer, and whether there were scales of a KV cache among them."""
+def _grouped(files: TensorFiles) -> tuple[dict[str, list[str]], list[str]]:
+    """The last parts of names by layer, and the whole names of scales of a KV cache."""
     grouped: dict[str, list[str]] = defaultdict(list)
-    has_cache_scales = False
+    cache_names = []
     for name in files:
         layer, _, leaf = name.rpartition(".")
-        if leaf in _CACHE_SCALES:
-            has_cache_scales = True
+        if leaf in CACHE_TENSORS:
+            cache_names.append(name)
         else:
             grouped[layer].append(leaf)
-    return dict(grouped), has_cache_scales
+    return dict(grouped), cache_names
 
 
 def _is_quantized(files: TensorFiles, layer: str, leaves: list[str]) -> bool:

@@ -21,6 +21,8 @@ class Formats:
 
     weights: str
     activations: str | None
+    at_load: str = "decode"
+    """What the engine does to the stored weight (``quant/at_load.py``)."""
 
 
 @dataclass(frozen=True)

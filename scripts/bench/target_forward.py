@@ -18,7 +18,7 @@ import torch
 import tyro
 
 from bitdraft.data.demo_target import resolve_target
-from bitdraft.quant.recipe import load_recipe
+from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import CompileChoice, LowBitTarget, can_compile, load_target
 from bitdraft.speculators.eagle3 import default_capture_layers
 from bitdraft.train.environment import machine_facts, read_environment, stop_cleanly

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from bitdraft.data.demo_target import DEMO, resolve_target
 from bitdraft.quant.block import Quantized, dequantize, quantize
-from bitdraft.quant.recipe import load_recipe
+from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.scales.four_over_six import blocks_at_four
 from bitdraft.quant.scales.methods import quantize_together, scale_method
 from bitdraft.quant.scales.sweep import sweep, sweep_decoupled

@@ -12,7 +12,7 @@ from tiny import tiny_tokenizer
 from bitdraft.data.chat import Example, prompt_ids
 from bitdraft.data.regenerate import AnswerSettings, greedy_answers, on_policy_examples
 from bitdraft.data.sources import Conversation, Message
-from bitdraft.quant.kv_cache import WORTH_DROPPING
+from bitdraft.quant.attention.kv_cache import WORTH_DROPPING
 from bitdraft.quant.target import LowBitTarget
 
 NEW_TOKENS = 14

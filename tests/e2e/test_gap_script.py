@@ -50,6 +50,9 @@ def test_from_prompts_to_table_numbers_and_picture(tiny_folder: Path, prompts: P
         "none",
         "fp8",
         "mlp.yaml",
+        "mxfp4a4-wush",
+        "--calibration.tokens",
+        "512",
         "--dtype",
         "float32",
         "--compile-quantizer",
@@ -63,21 +66,21 @@ def test_from_prompts_to_table_numbers_and_picture(tiny_folder: Path, prompts: P
     assert (document["reference"], document["prompts"], document["data"]) == ("fp32", 3, ["asked"])
     for key in ("command", "date", "seed", "machine", "target_fingerprint"):
         assert key in document
-    none, fp8, mlp = document["results"]
-    assert [r["recipe"] for r in (none, fp8, mlp)] == ["none", "fp8", "mlp-only"]
+    none, fp8, mlp, wush = document["results"]
+    assert [r["recipe"] for r in (none, fp8, mlp, wush)] == ["none", "fp8", "mlp-only", "mxfp4a4-wush"]
     assert none["texts"]["own"] == none["texts"]["reference"]
     assert none["texts"]["own"]["top1_agreement"] == 1.0
     assert set(mlp["weights"]["relative_error"]) == {"gate_proj", "up_proj", "down_proj"}
     assert fp8["weights"]["relative_error"]["down_proj"] < mlp["weights"]["relative_error"]["down_proj"]
     assert fp8["texts"]["reference"]["tv"] < mlp["texts"]["reference"]["tv"]
-    for r in (fp8, mlp):
+    for r in (fp8, mlp, wush):
         for numbers in r["texts"].values():
             assert 3 <= numbers["positions"] <= 18
             low, high = numbers["one_minus_tv_ci95"]
             assert 0 < low <= high < 1
     assert (tmp_path / "gap" / "gap.md").read_text(encoding="utf-8") in done.stdout
     assert (tmp_path / "gap" / "gap.png").stat().st_size > 10_000
-    assert len(list((tmp_path / "cache" / "answers").iterdir())) == 3, "answers are kept like training answers"
+    assert len(list((tmp_path / "cache" / "answers").iterdir())) == 4, "answers are kept like training answers"
 
 
 @pytest.mark.parametrize(

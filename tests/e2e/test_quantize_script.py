@@ -39,6 +39,22 @@ def test_from_target_to_checkpoint(tiny_folder: Path, tmp_path: Path) -> None:
     assert again.stderr.strip().splitlines()[-1] == "error: runs/out exists: choose another --out, or add --overwrite"
 
 
+def test_gptq_is_calibrated_on_the_records_given(tiny_folder: Path, tmp_path: Path) -> None:
+    records = [{"conversations": [{"role": "user", "content": f"{word} " * 200}]} for word in ("one", "two")]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    flags = ["--target", str(tiny_folder), "--target-quant", "nvfp4a16-gptq", "--out"]
+    done = run(tmp_path, *flags, "given", "--calibration.data", "text.jsonl")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "56 linear layers: weights nvfp4 (four-over-six scales, gptq), activations in high precision" in done.stdout
+    assert run(tmp_path, *flags, "shipped", "--calibration.tokens", "1024").returncode == 0
+    given, shipped = (tmp_path / name / "model.safetensors" for name in ("given", "shipped"))
+    assert given.stat().st_size == shipped.stat().st_size
+    assert given.read_bytes() != shipped.read_bytes()
+    short = run(tmp_path, *flags, "none", "--calibration.data", "text.jsonl", "--calibration.tokens", "100")
+    assert short.returncode == 2
+    assert "calibration.tokens must be at least 512, got 100" in short.stderr
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [

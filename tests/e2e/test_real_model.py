@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from bitdraft.data.sources import demo_file
-from bitdraft.quant.recipe import load_recipe
+from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import load_target, load_tokenizer
 
 ROOT = Path(__file__).parents[2]

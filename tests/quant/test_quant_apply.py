@@ -11,10 +11,12 @@ from transformers import LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from bitdraft.quant.apply import apply_recipe
 from bitdraft.quant.block import quantize
 from bitdraft.quant.linear import LowBitLinear
-from bitdraft.quant.recipe import PRESETS, Recipe, Rule, load_recipe
+from bitdraft.quant.presets import PRESETS, load_recipe
+from bitdraft.quant.recipe import Recipe, Rule
 from bitdraft.quant.schemes import NVFP4
 
-LOW_BIT = [name for name in PRESETS if name != "none"]
+IN_GROUPS_OF_128 = ("fp8-block", "w4a16")
+LOW_BIT = [name for name in PRESETS if name not in ("none", *IN_GROUPS_OF_128)]
 CALIBRATION = [torch.arange(20)[None], torch.arange(40, 90)[None]]
 PER_LAYER = [
     "self_attn.q_proj",
@@ -63,12 +65,21 @@ def test_a_preset_quantizes_every_linear_layer_of_the_decoder_and_nothing_else(p
     applied = apply_recipe(model, load_recipe(preset), compiled=False, calibration=CALIBRATION)
     expected = {f"model.layers.{i}.{name}" for i in range(2) for name in PER_LAYER}
     assert set(applied.quantized) == expected
-    assert {n for n, m in model.named_modules() if isinstance(m, LowBitLinear)} == expected
+    assert {n.removesuffix(".layer") for n, m in model.named_modules() if isinstance(m, LowBitLinear)} == expected
     assert set(applied.left_alone) == {"lm_head"}
     before = dict(untouched.named_parameters())
     for name, parameter in model.named_parameters():
-        same = torch.equal(parameter, before[name])
-        assert same != (name.removesuffix(".weight") in expected), name
+        same = torch.equal(parameter, before[name.replace(".layer.weight", ".weight")])
+        assert same != (name.removesuffix(".weight").removesuffix(".layer") in expected), name
+
+
+@pytest.mark.parametrize("preset", IN_GROUPS_OF_128)
+def test_presets_with_groups_of_128_need_widths_that_divide(preset: str) -> None:
+    model = tiny_model(hidden_size=128, head_dim=32, intermediate_size=256)
+    assert len(apply_recipe(model, load_recipe(preset), compiled=False).quantized) == 14
+    assert torch.isfinite(model(input_ids=CALIBRATION[0]).logits).all()
+    with pytest.raises(ValueError, match=r"q_proj: 64 columns do not divide into blocks of 128"):
+        apply_recipe(tiny_model(), load_recipe(preset), compiled=False)
 
 
 def test_the_preset_none_leaves_the_model_as_it_was() -> None:

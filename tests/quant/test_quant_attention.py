@@ -7,7 +7,7 @@ import torch
 from tiny import VOCAB
 from torch.nn.functional import scaled_dot_product_attention
 
-from bitdraft.quant.attention import PACKED_SDPA, grouped_attention
+from bitdraft.quant.attention.packed import PACKED_SDPA, grouped_attention
 from bitdraft.quant.target import LowBitTarget
 
 

@@ -26,7 +26,8 @@ from tiny import save_tiny_target
 from transformers import LlamaForCausalLM
 
 from bitdraft.quant.block import quantize
-from bitdraft.quant.recipe import AUTO, load_recipe
+from bitdraft.quant.presets import load_recipe
+from bitdraft.quant.recipe import AUTO
 from bitdraft.quant.schemes import scheme_named
 from bitdraft.quant.target import load_target
 
@@ -164,7 +165,10 @@ def test_scales_of_an_fp8_cache_are_mentioned(sixteen_bit: Path, tmp_path: Path)
     folder, _ = store(sixteen_bit, tmp_path / "stored", "modelopt-fp8")
     name = "model.layers.0.self_attn.k_proj.k_scale"
     edit_weights(folder, lambda w: w.update({name: torch.tensor(1.0)}))
-    assert "scales for FP8, which is not simulated): key and value cache" in load(folder).applied.summary()
+    assert (
+        "scales for FP8 but does not ask for it: auto+kvfp8 does): key and value cache"
+        in load(folder).applied.summary()
+    )
 
 
 def test_several_files_are_read_by_their_index(sixteen_bit: Path, tmp_path: Path) -> None:

@@ -2,43 +2,29 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from stored_checkpoints import VOCAB, assert_refused, edit_config, edit_weights, layer_of, load, store
+from stored_checkpoints import (
+    EXPERTS,
+    MOE,
+    assert_refused,
+    edit_config,
+    edit_weights,
+    layer_of,
+    load,
+    save_mixture,
+    store,
+)
 from tiny import tiny_tokenizer
 from torch import Tensor
-from transformers import (
-    GptOssConfig,
-    GptOssForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from bitdraft.quant.experts import RoutedExperts
-
-EXPERTS = "model.layers.0.mlp.experts"
-MOE: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 64, "num_experts_per_tok": 2, "bos_token_id": 257, "eos_token_id": 258,
-    "pad_token_id": 258,
-}  # fmt: skip
-
-
-def save_mixture(folder: Path, family: str) -> Path:
-    torch.manual_seed(0)
-    if family == "qwen3-moe":
-        config = Qwen3MoeConfig(**MOE, intermediate_size=128, moe_intermediate_size=128, num_experts=4)
-        Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    else:
-        MixtralForCausalLM(MixtralConfig(**MOE, intermediate_size=128, num_local_experts=4)).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+from bitdraft.quant.profiles import load_recipe_for
+from bitdraft.quant.target import load_target
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
@@ -117,6 +103,23 @@ def test_gpt_oss_is_decoded_exactly(gpt_oss: tuple[Path, dict[str, Tensor]]) -> 
         "8 linear layers (8 of experts): weights mxfp4-even, activations in high"
     )
     assert "model.layers.0.self_attn.q_proj" in target.applied.left_alone
+
+
+@pytest.mark.parametrize(
+    ("profile", "inputs"), [("vllm-sm90", None), ("vllm-sm100-moe-mxfp8", "mxfp8-rceil"), ("sglang-sm90", None)]
+)
+def test_gpt_oss_has_the_inputs_of_the_profiles_backend(
+    gpt_oss: tuple[Path, dict[str, Tensor]], profile: str, inputs: str | None
+) -> None:
+    recipe = load_recipe_for("auto", profile)
+    target = load_target(str(gpt_oss[0]), recipe, dtype=torch.float32, compile_quantizer="off")
+    assert {rule.activations for rule in target.applied.quantized.values()} == {inputs}
+    assert target.states(torch.arange(9)[None]).last_hidden.isfinite().all()
+
+
+def test_gpt_oss_on_blackwell_needs_its_backend_named(gpt_oss: tuple[Path, dict[str, Tensor]]) -> None:
+    with pytest.raises(ValueError, match="depend on the MoE backend: name it, vllm-sm100-moe-bf16"):
+        load_target(str(gpt_oss[0]), load_recipe_for("auto", "vllm-sm100"), dtype=torch.float32)
 
 
 @pytest.mark.parametrize(

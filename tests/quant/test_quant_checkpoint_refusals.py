@@ -23,7 +23,7 @@ from stored_checkpoints import (
 )
 from tiny import save_tiny_target
 
-from bitdraft.quant.recipe import load_recipe
+from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import load_target
 
 

@@ -25,7 +25,8 @@ from bitdraft.quant.checkpoints.write import Written, encoded, write_quantized
 from bitdraft.quant.codes import decode, encode
 from bitdraft.quant.experts import experts_around
 from bitdraft.quant.linear import LowBitLinear
-from bitdraft.quant.recipe import AUTO, Recipe, Rule, load_recipe
+from bitdraft.quant.presets import load_recipe
+from bitdraft.quant.recipe import AUTO, Recipe, Rule
 from bitdraft.quant.schemes import scheme_named
 from bitdraft.quant.target import LowBitTarget, load_target
 
@@ -103,6 +104,26 @@ def test_what_is_written_reads_back_as_the_simulation(source: Path, tmp_path: Pa
     assert_same(simulated, auto)
     formats = {n: (r.weights, r.activations) for n, r in simulated.applied.quantized.items()}
     assert {n: (r.weights, r.activations) for n, r in auto.applied.quantized.items()} == formats
+
+
+@pytest.mark.parametrize("name", ["nvfp4a16-gptq", "mxfp4a16-gptq"])
+def test_weights_rounded_by_gptq_read_back(source: Path, tmp_path: Path, name: str) -> None:
+    recipe, text = load_recipe(name), [torch.randint(0, 320, (2, 64), generator=torch.Generator().manual_seed(0))]
+    write_quantized(str(source), recipe, tmp_path / "out", calibration=text)
+    auto = load_target(str(tmp_path / "out"), AUTO, dtype=torch.float32, compile_quantizer="off")
+    simulated, plain = (
+        load_target(str(source), r, dtype=torch.float32, compile_quantizer="off", calibration=text)
+        for r in (recipe, load_recipe(name.removesuffix("-gptq")))
+    )
+    assert_same(simulated, auto)
+    layer = "model.layers.0.mlp.down_proj.weight"
+    assert not torch.equal(auto.model.get_parameter(layer), plain.model.get_parameter(layer))
+
+
+def test_transforms_of_inputs_have_no_place_in_a_checkpoint(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"recipe 'mxfp4a4-hadamard', rule .* no place here for the hadamard trans"):
+        write(source, tmp_path / "out", load_recipe("mxfp4a4-hadamard"))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["fp8", "nvfp4", "mxfp4"])

@@ -22,7 +22,8 @@ from bitdraft.quant.apply import Applied, apply_recipe
 from bitdraft.quant.block import quantize
 from bitdraft.quant.experts import RoutedExperts, experts_around, kind_of, separate_experts, weight_of
 from bitdraft.quant.linear import ActivationQuantizer, LowBitLinear
-from bitdraft.quant.recipe import PRESETS, Recipe, Rule, load_recipe
+from bitdraft.quant.presets import PRESETS, load_recipe
+from bitdraft.quant.recipe import Recipe, Rule
 from bitdraft.quant.target import load_target
 
 H, INNER, E, TOP = 64, 32, 5, 2
@@ -378,5 +379,5 @@ def test_a_saved_mixture_is_loaded_and_computed_in_low_bit(family: str, preset: 
 
 def test_every_preset_covers_experts() -> None:
     for preset in PRESETS:
-        if preset != "none":
+        if preset not in ("none", "fp8-block", "w4a16"):  # the last two come in groups of 128
             assert f"{EXPERTS}.down_proj.0" in quantized(make("qwen3-moe"), preset).quantized, preset

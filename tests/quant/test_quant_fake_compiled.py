@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from bitdraft.quant.fake import fake
-from bitdraft.quant.schemes import INT4_GROUP, Scheme, scheme_named
+from bitdraft.quant.scale_rules import rounded_to
+from bitdraft.quant.schemes import NVFP4_CT, scheme_named
 from bitdraft.quant.target import can_compile
 
-KINDS = ["fp8-group128-sglang", "fp8-block128", "mxfp6-e2m3-floor", "mxfp4-rceil-away", "nvfp4-modelopt", "int8-token"]
+KINDS = [
+    "fp8-group128-sglang", "fp8-block128", "mxfp6-e2m3-floor", "mxfp4-rceil-away", "nvfp4", "nvfp4-modelopt",
+    "int8-token", "int4-g128-asym", "fp8-channel-ct",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -51,13 +55,35 @@ def test_the_compiled_result_has_the_same_bits(name: str, dtype: torch.dtype) ->
     assert torch.equal(bits(compiled(x)), bits(fake(x, scheme)))
 
 
-def compiled(scheme: Scheme, x: Tensor) -> Tensor:
-    return torch.compile(partial(fake, scheme=scheme), fullgraph=True)(x)
+@pytest.mark.usefixtures("_compiler")
+def test_blocks_of_sixteen_that_make_no_pairs_have_the_same_bits_too() -> None:
+    x = hard_rows()[:10, :240].bfloat16()
+    scheme = scheme_named("nvfp4-kernel")
+    compiled = torch.compile(partial(fake, scheme=scheme), fullgraph=True, dynamic=False)
+    assert torch.equal(bits(compiled(x)), bits(fake(x, scheme)))
 
 
 @pytest.mark.usefixtures("_compiler")
-def test_arithmetic_in_bf16_is_not_compiled_because_it_would_not_be_in_bf16() -> None:
-    x = hard_rows()
-    assert torch.equal(bits(compiled(INT4_GROUP, x)), bits(fake(x, INT4_GROUP)))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bounded", [False, True], ids=["scale", "quotient"])
+def test_compiled_arithmetic_rounds_as_a_cast(bounded: bool, dtype: torch.dtype) -> None:
+    """Every mantissa of one binade, both signs; at the edges of the range what a code can depend on."""
+    mantissas = torch.arange(2**23, dtype=torch.int32) + (127 << 23)
+    x = mantissas.view(torch.float32)[:: 7 if bounded else 5]
+    edges = torch.tensor([0.0, 65503.0, 65519.99, 2.0**-14, 1.0 - 2.0**-12, 2.0 - 2.0**-9])
+    if not bounded:
+        edges = torch.cat([edges, torch.tensor([65520.0, 1e5, 3.3e38, 3.39e38, 3.4e38, torch.inf, torch.nan])])
+    middles = 1 + torch.arange(1, 2**12) * 2.0**-12
+    x = torch.cat([x, edges, middles, 3 * middles])
+    x = torch.cat([x, -x])
+    compiled = torch.compile(partial(rounded_to, dtype=dtype, bounded=bounded), fullgraph=True, dynamic=False)
+    assert torch.equal(bits(compiled(x)), bits(x.to(dtype).float()))
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_two_levels_in_bf16_arithmetic_are_not_compiled_because_they_would_not_be_in_bf16() -> None:
+    x = hard_rows()[:10]
+    compiled = torch.compile(partial(fake, scheme=NVFP4_CT), fullgraph=True)
+    assert torch.equal(bits(compiled(x)), bits(fake(x, NVFP4_CT)))
     with pytest.raises(Exception, match=r"computes in that dtype, which torch\.compile would not"):
-        compiled(INT4_GROUP, x.bfloat16())
+        compiled(x.bfloat16())

@@ -202,6 +202,22 @@ def test_the_factor_of_the_hessian_does_not_matter() -> None:
     )
 
 
+@pytest.mark.parametrize("scale", ["nvfp4", "nvfp4-kernel"])
+def test_a_block_under_a_scale_of_zero_stays_zero(scale: str) -> None:
+    """Its neighbours hand their errors over to it, and it can hold nothing."""
+    scheme = scheme_named(scale)
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(8, 64, generator=generator), torch.randn(256, 64, generator=generator)
+    weight[2, 16:32] = 0
+    g = nvfp4_global_scale(weight.abs().amax())
+    scales = quantize(weight, scheme, global_scale=g).scale
+    scales[2, 1] = 0
+    q = gptq_quantize(weight, (x + x[:, :1]).T @ (x + x[:, :1]) / 256, scheme, global_scale=g, scales=scales)
+    assert torch.isfinite(q.values).all()
+    assert not q.values[2, 16:32].any()
+    assert q.values[2].any()
+
+
 def test_columns_whose_inputs_were_zero_are_rounded_plainly_and_concern_nobody() -> None:
     weight, hessian = problem(7)
     dead = torch.tensor([0, 31, 32, 127, 128, 159])

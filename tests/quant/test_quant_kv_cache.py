@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny import VOCAB
 from torch import Tensor
 
-from bitdraft.quant.kv_cache import SlotCache
+from bitdraft.quant.attention.kv_cache import SlotCache
 from bitdraft.quant.target import LowBitTarget
 
 Get = Callable[[str], LowBitTarget]

@@ -6,20 +6,28 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bitdraft.quant.recipe import PRESETS, Recipe, Rule, load_recipe
+from bitdraft.quant.presets import PRESETS, load_recipe
+from bitdraft.quant.recipe import Recipe, Rule
 
 NAMES = [
     "none",
     "fp8",
+    "fp8-block",
     "mxfp4",
     "mxfp4a16",
     "mxfp4a4",
+    "mxfp8",
     "nvfp4",
     "nvfp4a16",
+    "w4a16",
     "nvfp4-4over6",
     "nvfp4-sweep",
     "nvfp4a16-4over6",
     "nvfp4a16-sweep",
+    "nvfp4a16-gptq",
+    "mxfp4a16-gptq",
+    "mxfp4a4-hadamard",
+    "mxfp4a4-wush",
 ]
 LINEARS = [
     "self_attn.q_proj",
@@ -57,6 +65,9 @@ def test_the_presets_are_these() -> None:
     ("preset", "weights", "activations", "scales"),
     [
         ("fp8", "fp8-channel", "fp8-token", "amax"),
+        ("fp8-block", "fp8-block128", "fp8-group128", "amax"),
+        ("mxfp8", "mxfp8-rceil", "mxfp8-rceil", "amax"),
+        ("w4a16", "int4-g128", None, "amax"),
         ("mxfp4", "mxfp4-even", "fp8-token", "amax"),
         ("mxfp4a16", "mxfp4-even", None, "amax"),
         ("mxfp4a4", "mxfp4-even", "mxfp4-rceil", "amax"),
@@ -66,6 +77,10 @@ def test_the_presets_are_these() -> None:
         ("nvfp4-sweep", "nvfp4", "nvfp4-kernel", "sweep"),
         ("nvfp4a16-4over6", "nvfp4", None, "four-over-six"),
         ("nvfp4a16-sweep", "nvfp4", None, "sweep"),
+        ("nvfp4a16-gptq", "nvfp4", None, "four-over-six"),
+        ("mxfp4a16-gptq", "mxfp4-even", None, "amax"),
+        ("mxfp4a4-hadamard", "mxfp4-even", "mxfp4-rceil", "amax"),
+        ("mxfp4a4-wush", "mxfp4-even", "mxfp4-rceil", "amax"),
     ],
 )
 def test_a_preset_takes_the_linear_layers_of_the_decoder_and_nothing_else(
@@ -158,7 +173,7 @@ def test_a_rule_reads_its_scale_method_from_yaml(recipe_file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "nearest"), [("mxpf4", "mxfp4"), ("nvfp", "nvfp4"), ("NONE", "none"), ("fp8 ", "fp8")]
+    ("wrong", "nearest"), [("mxpf4", "mxfp4"), ("mxfp5", "mxfp4"), ("nvfp", "nvfp4"), ("NONE", "none"), ("fp8 ", "fp8")]
 )
 def test_an_unknown_preset_names_the_nearest(wrong: str, nearest: str) -> None:
     with pytest.raises(ValueError, match="unknown quantization preset") as error:
@@ -180,12 +195,21 @@ def test_a_missing_file_is_named(recipe_file: Path) -> None:
         ("a: b: c", "is not YAML"),
         ("!!python/object/apply:os.getcwd []", "is not YAML"),
         ("", "needs a list under 'rules'"),
+        ("ignore: lm_head\nrules: []", "'ignore' is a list of patterns"),
+        ("ignore: ['re:(']\nrules: []", "'ignore': 're:(' is no regular expression"),
+        ("rules: [{modules: 're:*', weights: nvfp4}]", "rule 1: 're:*' is no regular expression"),
         ("just words", "needs a list under 'rules'"),
         ("- {modules: x}", "needs a list under 'rules'"),
         ("rules: {modules: x}", "needs a list under 'rules'"),
         ("rules:\n", "needs a list under 'rules'"),
-        ("rules: [{weights: nvfp4}]", "rule 1: the keys are activations, modules, scales, weights"),
-        ("rules: [nvfp4]", "rule 1: the keys are activations, modules, scales, weights"),
+        (
+            "rules: [{weights: nvfp4}]",
+            "rule 1: the keys are activations, at_load, modules, residual, rounding, scales, transform, ",
+        ),
+        (
+            "rules: [nvfp4]",
+            "rule 1: the keys are activations, at_load, modules, residual, rounding, scales, transform, ",
+        ),
         ("rules: [{modules: a}, {modules: b, weight: nvfp4}]", "rule 2: the keys are"),
         ("rules: [{modules: a}, {modules: b, weights: nvfp5}]", "rule 2: unknown number format 'nvfp5'"),
         ("rules: [{modules: a, activations: fp8}]", "rule 1: unknown number format 'fp8': did you mean"),
@@ -193,7 +217,7 @@ def test_a_missing_file_is_named(recipe_file: Path) -> None:
             "rules: [{modules: a, weights: nvfp4, scales: swep}]",
             "rule 1: unknown scale method 'swep': did you mean 'sweep'",
         ),
-        ("rules: [{modules: a, weights: nvfp4, scales: null}]", "rule 1: patterns, formats and scale methods are text"),
+        ("rules: [{modules: a, weights: nvfp4, scales: null}]", "rule 1: patterns, formats and methods are text"),
         (
             "rules: [{modules: b}, {modules: a, weights: fp8-channel, scales: soar}]",
             "rule 2: scales 'soar' belong to NVFP4 weights ('nvfp4'), not to 'fp8-channel'",
@@ -211,3 +235,33 @@ def test_a_malformed_file_is_an_error_that_names_file_and_rule(recipe_file: Path
         load_recipe(str(recipe_file))
     assert complaint in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_ignore_lists_of_engines_go_before_the_rules(recipe_file: Path) -> None:
+    text = 'ignore: [lm_head, "re:.*mlp[.]gate$", "model.layers.0.*"]\nrules: [{modules: "*", weights: mxfp4-even}]'
+    recipe_file.write_text(text, encoding="utf-8")
+    recipe = load_recipe(str(recipe_file))
+    for name, quantized in {
+        "lm_head": False,
+        "model.layers.1.mlp.gate": False,
+        "model.layers.1.mlp.gate_proj": True,
+        "model.layers.0.mlp.up_proj": False,
+        "model.layers.10.mlp.up_proj": True,
+    }.items():
+        rule = recipe.rule_for(name)
+        assert rule is not None
+        assert rule.leaves_alone != quantized, name
+
+
+def test_a_regular_expression_matches_from_the_beginning_of_a_name() -> None:
+    rule = Rule("re:layers", "mxfp4-even")
+    assert rule.matches("layers.0.mlp")
+    assert not rule.matches("model.layers.0.mlp")
+
+
+SHIPPED = sorted((Path(__file__).parents[2] / "configs" / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)
+def test_shipped_recipes_load_and_are_called_like_their_files(path: Path) -> None:
+    assert load_recipe(str(path)).name == path.stem

@@ -8,7 +8,8 @@ from transformers import LlamaForCausalLM
 
 from bitdraft.quant.apply import Applied, apply_recipe
 from bitdraft.quant.linear import ActivationQuantizer, LowBitLinear
-from bitdraft.quant.recipe import Recipe, Rule, load_recipe
+from bitdraft.quant.presets import load_recipe
+from bitdraft.quant.recipe import Recipe, Rule
 from bitdraft.quant.scales.methods import SCALE_METHODS, quantize_together, scale_method
 from bitdraft.quant.scales.sweep import sweep
 from bitdraft.quant.schemes import MXFP4_EVEN, NVFP4

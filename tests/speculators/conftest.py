@@ -9,7 +9,7 @@ import torch
 from tiny import VOCAB, tiny_config, tiny_tokenizer
 from transformers import LlamaForCausalLM
 
-from bitdraft.quant.recipe import load_recipe
+from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import LowBitTarget, load_target
 from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.eagle3 import Eagle3Config, Eagle3Head

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bitdraft.quant.recipe import load_recipe
+from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import LowBitTarget, TargetStates, load_target
 from bitdraft.speculators.base import DraftContext, DraftHead, DraftState
 from bitdraft.speculators.decode import Generation, generate
@@ -159,7 +159,7 @@ def test_random_heads_change_no_token(
     assert all(g.passes >= 1 for g in done)
 
 
-@pytest.mark.parametrize("preset", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("preset", ["mxfp4", "nvfp4", "none+kvfp8", "mxfp4+kvfp8"])
 def test_random_heads_change_no_token_of_a_low_bit_target(
     tiny_folder: Path, make_eagle3: MakeEagle3, make_medusa: MakeMedusa, prompts: Prompts, preset: str
 ) -> None:

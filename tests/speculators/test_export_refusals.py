@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny import save_tiny_target
 from torch import Tensor
 
-from bitdraft.quant.recipe import load_recipe
+from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.rotation import random_rotation, rotate_residual
 from bitdraft.quant.target import LowBitTarget, load_target
 from bitdraft.speculators import export

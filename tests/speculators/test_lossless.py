@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bitdraft.quant.recipe import load_recipe
+from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import LowBitTarget, load_target
 from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.decode import generate

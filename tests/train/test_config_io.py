@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from bitdraft.data.calibration import CalibrationConfig
 from bitdraft.speculators.eagle3 import Eagle3Config
 from bitdraft.speculators.medusa import MedusaConfig
 from bitdraft.train.config import (
@@ -26,6 +27,7 @@ SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
 UNUSUAL = RunConfig(
     target="some/model",
     target_quant="recipe.yaml",
+    target_profile="vllm-sm90+exact",
     head="medusa",
     data=(Path("a.jsonl"), Path("folder/b.jsonl")),
     prompts=77,
@@ -38,6 +40,7 @@ UNUSUAL = RunConfig(
     states="online",
     tracker="none",
     trust_remote_code=True,
+    calibration=CalibrationConfig(data=(Path("text.jsonl"),), tokens=4096),
     answers=AnswersConfig(source="file", quant="none", max_new_tokens=7, batch_size=3),
     eagle3=Eagle3Config(
         steps=2, step_decay=0.95, draft_vocab_size=1000, capture_layers=(1, 5), train_output=True, start="random"
@@ -61,7 +64,7 @@ def test_the_unusual_configuration_has_no_default_left() -> None:
     default = RunConfig()
     for field in fields(RunConfig):
         assert getattr(UNUSUAL, field.name) != getattr(default, field.name), field.name
-    for part in ("answers", "eagle3", "medusa", "optim", "checkpoint", "acceptance"):
+    for part in ("calibration", "answers", "eagle3", "medusa", "optim", "checkpoint", "acceptance"):
         for field in fields(getattr(default, part)):
             assert getattr(getattr(UNUSUAL, part), field.name) != getattr(getattr(default, part), field.name), (
                 field.name

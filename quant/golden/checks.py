@@ -1,135 +1,67 @@
-"""The comparisons behind ``quant/golden.py``, one function per kind of file."""
+"""The comparisons behind ``quant/golden/check.py``, one function per kind of file."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from bitdraft.quant.codes import Encoded, decode, encode
-from bitdraft.quant.golden_peers import KNOWN, LOG2, PEERS
+from bitdraft.quant.golden.compare import (
+    WHOLE,
+    Finding,
+    Labels,
+    Vectors,
+    comparable_codes,
+    comparable_values,
+    compare,
+    fields,
+)
+from bitdraft.quant.golden.peers import LOG2, PEERS, ROW_OF_ZEROS
 from bitdraft.quant.pack import to_awq, to_compressed_tensors, to_gptq, unpack_fp4, unpack_fp6
 from bitdraft.quant.schemes import FP8_KV, INT4_GROUP
 from bitdraft.quant.smallfloat import E2M1, E2M3, E3M2, E4M3, E5M2, SmallFloat, Ties
 
 
-@dataclass(frozen=True)
-class Vectors:
-    """One file: its tensors, and the names of the blocks of its inputs."""
-
-    file: str
-    tensors: dict[str, Tensor]
-    block_names: dict[str, list[str]]
-
-    def __getitem__(self, key: str) -> Tensor:
-        if key not in self.tensors:
-            raise ValueError(f"{self.file}.safetensors has no tensor {key!r}")
-        return self.tensors[key]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What became of one stored vector of ``total`` entries."""
-
-    key: str
-    total: int
-    wrong: int = 0
-    """Entries that differ from what is computed here, named disagreements aside."""
-    named: int = 0
-    """Entries that differ where a ``Disagreement`` says so."""
-    first: str = ""
-    named_crc: int = 0
-    """Checksum of what the file holds in the parts that differ as named."""
-
-
-Checker = Callable[[Vectors, Sequence[str]], Iterator[Finding]]
-
-
-Labels = Sequence[tuple[str, ...]]
-"""For each of the equal parts that a tensor is compared in: its name, and what else a disagreement may call it."""
-_WHOLE: Labels = [("tensor",)]
-
-
-def compare(file: str, key: str, ours: Tensor, theirs: Tensor, labels: Labels) -> Finding:
-    """Entry by entry; NaN equals NaN and -0 equals 0."""
-    total = theirs.numel()
-    if ours.shape != theirs.shape:
-        return Finding(key, total, total, first=f"shape {list(theirs.shape)}, computed {list(ours.shape)}")
-    differs = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
-    if not differs.any():
-        return Finding(key, total)
-    known = {b for d in KNOWN if fnmatchcase(f"{file}/{key}", d.keys) for b in d.blocks}
-    excused = torch.tensor(["*" in known or not known.isdisjoint(names) for names in labels])
-    parts = differs.reshape(len(labels), -1)
-    wrong = parts & ~excused[:, None]
-    first = ""
-    if wrong.any():
-        part, place = wrong.nonzero()[0].tolist()
-        in_file, computed = (t.reshape(len(labels), -1)[part, place].item() for t in (theirs, ours))
-        first = f"{labels[part][0]}, entry {place}: {in_file} in the file, {computed} computed"
-    named = parts & excused[:, None]
-    crc = crc32(as_bytes(theirs.reshape(len(labels), -1)[named.any(1)])) if named.any() else 0
-    return Finding(key, total, int(wrong.sum()), int(named.sum()), first, crc)
-
-
-def as_bytes(x: Tensor) -> bytes:
-    """The memory of ``x``, whatever its dtype."""
-    return x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _without_sign_of_zero(codes: Tensor, bits: int) -> Tensor:
-    codes = codes.int()
-    return torch.where(codes & (2 ** (bits - 1) - 1) == 0, 0, codes)
-
-
-def _fields(keys: Sequence[str]) -> dict[str, list[str]]:
-    """``<peer>/<set>`` → the fields stored for it."""
-    fields: dict[str, list[str]] = {}
-    for key in keys:
-        start, _, field = key.rpartition("/")
-        fields.setdefault(start, []).append(field)
-    return fields
-
-
-def _block_labels(vectors: Vectors, data: str, width: int) -> Labels:
+def block_labels(vectors: Vectors, data: str, width: int) -> Labels:
     """Names of the blocks of an input set; blocks where the rounded ``log2`` is off are called ``LOG2`` as well."""
     x = vectors[f"in/{data}"]
     count = x.numel() // width
     names = vectors.block_names.get(data, [f"block {i}" for i in range(count)])
-    names = [*names, *["padding"] * (count - len(names))]
+    names = [*names[:count], *["padding"] * (count - len(names))]
     amax = x.reshape(count, width).abs().amax(dim=1)
     exact = torch.frexp(amax.float()).exponent - 1
     rounded_up = torch.isfinite(amax) & (amax > 0) & (torch.log2(amax).floor() > exact)
     return [(name, LOG2) if up else (name,) for name, up in zip(names, rounded_up.tolist(), strict=True)]
 
 
-def _row_labels(rows: int) -> Labels:
-    return [(f"row {i}",) for i in range(rows)]
+def _row_labels(x: Tensor) -> Labels:
+    zero = (x == 0).all(dim=-1).tolist()
+    return [(f"row {i}", ROW_OF_ZEROS) if z else (f"row {i}",) for i, z in enumerate(zero)]
 
 
 def check_mx(vectors: Vectors, keys: Sequence[str]) -> Iterator[Finding]:
     """MXFP4, MXFP6 and MXFP8: codes, E8M0 bytes, dequantized values."""
-    for start, fields in _fields(keys).items():
+    for start, names in fields(keys).items():
         peer, data = start.split("/")
         if (scheme := PEERS.get(f"{vectors.file}/{peer}")) is None:
             continue
-        e = encode(vectors[f"in/{data}"], scheme)
-        labels = _block_labels(vectors, data, 32)
-        for field in fields:
+        x = vectors[f"in/{data}"]
+        e = encode(x, scheme)
+        labels = block_labels(vectors, data, 32)
+        for field in names:
             theirs = vectors[f"{start}/{field}"]
             if field == "data":
                 bits = scheme.element.bits
                 theirs = unpack_fp4(theirs) if bits == 4 else theirs
                 theirs = unpack_fp6(theirs) if theirs.shape[-1] * 4 == e.codes.shape[-1] * 3 else theirs
-                ours = _without_sign_of_zero(e.codes, bits)
-                theirs = _without_sign_of_zero(theirs, bits)
+                ours, theirs = comparable_codes(e.codes, theirs, x, bits)
             elif field == "scale":
                 ours = e.scale
-            else:
+            elif field in ("dq", "dq_decompress_bf16"):
                 ours = decode(e).to(torch.bfloat16 if field == "dq_decompress_bf16" else theirs.dtype)
-                ours = ours.to(theirs.dtype)
+                ours, theirs = comparable_values(ours.to(theirs.dtype), theirs, x, 32)
+            else:
+                continue
             yield compare(vectors.file, f"{start}/{field}", ours, theirs, labels)
 
 
@@ -149,7 +81,7 @@ _DQ_IN_BF16 = ("compressed_tensors", "auto_round")  # for bf16 input
 
 def check_nvfp4(vectors: Vectors, keys: Sequence[str]) -> Iterator[Finding]:
     """NVFP4 of peers that scale by the largest magnitude: codes, E4M3 bytes, the global scale, dequantized values."""
-    for start, fields in _fields(keys).items():
+    for start, names in fields(keys).items():
         peer, data = start.split("/")
         if (scheme := PEERS.get(f"{vectors.file}/{peer}")) is None:
             continue
@@ -163,77 +95,97 @@ def check_nvfp4(vectors: Vectors, keys: Sequence[str]) -> Iterator[Finding]:
         assert e.global_scale is not None
         inverse = 1.0 / e.global_scale
         scales = (inverse, e.global_scale) if scheme.stores_decode_scale else (e.global_scale, inverse)
-        labels = _block_labels(vectors, data, 16)
-        for field in fields:
+        labels = block_labels(vectors, data, 16)
+        for field in names:
             theirs = vectors[f"{start}/{field}"]
             if field == "packed":
-                ours, theirs = _without_sign_of_zero(e.codes, 4), _without_sign_of_zero(unpack_fp4(theirs), 4)
+                ours, theirs = comparable_codes(e.codes, unpack_fp4(theirs), x, 4)
             elif field == "scale_e4m3":
                 ours = e.scale
             elif field.startswith("gscale"):
                 ours = scales[field == "gscale_decode"].reshape(1)
-            else:
+            elif field in ("dq", "dq_decompress_bf16"):
                 ours = _nvfp4_dequantized(peer, e, *scales)
                 bf16 = field == "dq_decompress_bf16" or (peer in _DQ_IN_BF16 and x.dtype == torch.bfloat16)
                 ours = ours.bfloat16().float() if bf16 else ours
+                if peer == "auto_round":  # the sign of its zeros follows no rule
+                    ours, theirs = ours + 0.0, theirs + 0.0
+                else:
+                    ours, theirs = comparable_values(ours, theirs, x, 16)
+            else:
+                continue
             whole = field.startswith("gscale")
-            yield compare(vectors.file, f"{start}/{field}", ours, theirs, _WHOLE if whole else labels)
+            yield compare(vectors.file, f"{start}/{field}", ours, theirs, WHOLE if whole else labels)
 
 
 def check_fp8(vectors: Vectors, keys: Sequence[str]) -> Iterator[Finding]:
     """FP8 weights and activations: codes and decode scales."""
-    for start, fields in _fields(keys).items():
+    for start, names in fields(keys).items():
         peer, data = start.split("/")
         if (scheme := PEERS.get(f"{vectors.file}/{peer}")) is None:
             continue
         x = vectors[f"in/{data}"]
         static = vectors[f"{start}/scale"].squeeze() if scheme.scale == "static" else None
         e = encode(x, scheme, global_scale=static)
-        for field in fields:
+        for field in names:
             theirs = vectors[f"{start}/{field}"]
             if field == "data":
-                ours, theirs = _without_sign_of_zero(e.codes, 8), _without_sign_of_zero(theirs, 8)
+                ours, theirs = comparable_codes(e.codes, theirs, x, 8)
+            elif field == "scale":
+                # A static scale is what the codes were made under: the vectors' is that of the largest magnitude.
+                ours = e.scale if static is None else x.abs().amax().float() / scheme.element.max
+                ours, theirs = ours.reshape(theirs.shape), theirs.float()
             else:
-                ours, theirs = e.scale.reshape(theirs.shape), theirs.float()
-            rows = _row_labels(len(x)) if theirs.numel() % len(x) == 0 else _WHOLE
+                continue
+            rows = _row_labels(x) if theirs.numel() % len(x) == 0 else WHOLE
             yield compare(vectors.file, f"{start}/{field}", ours, theirs, rows)
 
 
-_KV_SCALES = {"0.013393": 6.0 / 448.0, "0.023438": 6.0 / 256.0}  # the names round them
+def _kv_scales(name: str, x: Tensor) -> list[Tensor]:
+    """The scales that a name of six decimals can mean: that of the largest magnitude, n / 448, n / 256, itself."""
+    whole = [torch.tensor(n / largest) for largest in (E4M3.max, 256.0) for n in range(1, 1001)]
+    found = [s for s in (x.abs().amax().float() / E4M3.max, *whole) if f"{s.item():.6f}" == name]
+    return [*found, torch.tensor(float(name))]
 
 
 def check_kv(vectors: Vectors, keys: Sequence[str]) -> Iterator[Finding]:
     """The FP8 KV cache under static scales: what is written and what is read back."""
     x = vectors["in/kv_bf16"]
-    rows = _row_labels(len(x))
+    rows = _row_labels(x)
     for key in keys:
         name = key.split("/scale_")[1].split("/")[0]
-        e = encode(x, FP8_KV, global_scale=torch.tensor(_KV_SCALES.get(name, float(name))))
-        theirs = vectors[key]
-        if key.endswith("/data"):
-            ours, theirs = _without_sign_of_zero(e.codes, 8), _without_sign_of_zero(theirs, 8)
-        else:
-            ours = decode(e).bfloat16()
-        yield compare(vectors.file, key, ours, theirs, rows)
+        findings = []
+        for scale in _kv_scales(name, x):
+            e = encode(x, FP8_KV, global_scale=scale)
+            if key.endswith("/data"):
+                ours, theirs = comparable_codes(e.codes, vectors[key], x, 8)
+            else:
+                ours, theirs = comparable_values(decode(e).bfloat16(), vectors[key], x, x.shape[-1])
+            findings.append(compare(vectors.file, key, ours, theirs, rows))
+        yield min(findings, key=lambda f: f.wrong)
 
 
 def check_int4(vectors: Vectors, keys: Sequence[str]) -> Iterator[Finding]:
     """INT4 groups: codes, scales, zero points, and the three packings."""
-    for start, fields in _fields(keys).items():
+    for start, names in fields(keys).items():
         peer, data = start.split("/")
-        scheme = PEERS.get(f"{vectors.file}/{peer}", INT4_GROUP)
+        layouts = {"vllm_gptq_pack": to_gptq, "vllm_awq_pack": to_awq}
+        scheme = PEERS.get(f"{vectors.file}/{peer}", INT4_GROUP if peer in layouts else None)
+        if scheme is None:
+            continue
         x = vectors[f"in/w_{data}"]
         e = encode(x, scheme)
-        layouts = {"vllm_gptq_pack": to_gptq, "vllm_awq_pack": to_awq}
         computed = {
             **layouts.get(peer, to_compressed_tensors)(e),
             "int8": e.codes,
             "dq": decode(e).to(x.dtype),
         }
-        for field in fields:
+        for field in names:
             if field in computed:
-                theirs = vectors[f"{start}/{field}"]
-                yield compare(vectors.file, f"{start}/{field}", computed[field], theirs, _WHOLE)
+                ours, theirs = computed[field], vectors[f"{start}/{field}"]
+                if field == "dq":
+                    ours, theirs = ours + 0.0, theirs + 0.0  # -0 comes from which side of the zero point a code lies
+                yield compare(vectors.file, f"{start}/{field}", ours, theirs, WHOLE)
 
 
 _ELEMENTS: dict[str, SmallFloat] = {e.name: e for e in (E2M1, E2M3, E3M2, E4M3, E5M2)}
@@ -260,10 +212,10 @@ def check_casts(vectors: Vectors, keys: Sequence[str]) -> Iterator[Finding]:
             values = grid.round(x, ties=_CAST_TIES.get(peer, "even"))
             if theirs.dtype == torch.uint8:
                 codes = grid.encode(values)
-                ours = _without_sign_of_zero(codes, grid.bits)
-                theirs = _without_sign_of_zero(theirs, grid.bits)
+                ours, theirs = comparable_codes(codes, theirs, x, grid.bits)
             else:
-                ours = values
+                values_11, theirs_11 = comparable_values(values[None], theirs[None], x[None], len(x))
+                ours, theirs = values_11[0], theirs_11[0]
             yield compare(vectors.file, key, ours, theirs, _cast_labels(x))
 
 

@@ -1,0 +1,1 @@
+"""Attention as it is served: the cache, its formats, and those of attention's inputs."""

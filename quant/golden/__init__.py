@@ -1,0 +1,1 @@
+"""Comparison with vectors that other implementations wrote."""
