@@ -104,7 +104,8 @@ class RunConfig:
     """Model folder or hub id; `demo` is the embedded SmolLM2-135M-Instruct."""
     target_quant: str = "mxfp4"
     """How the target is served: none, fp8, fp8-block, mxfp8, mxfp4, mxfp4a16, mxfp4a4, nvfp4, nvfp4a16, w4a16 (more
-    in docs/numerics.md), a YAML recipe, or `auto` for a checkpoint that is already quantized."""
+    in docs/numerics.md), a YAML recipe, or `auto` for a checkpoint that is already quantized; `+kvfp8` behind any
+    of them keeps keys and values in FP8."""
     target_profile: str = "plain"
     """Who computes: `plain` (every format by the rule of its name), vllm-sm80, vllm-sm90, vllm-sm100, sglang-sm90,
     sglang-sm100, vllm-cpu (more in docs/numerics.md); `+exact` behind it multiplies in the engines' order in
