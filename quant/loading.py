@@ -82,6 +82,15 @@ def load_model(
     return model
 
 
+def placed(model: nn.Module, device: str) -> nn.Module:
+    """``model`` on ``device``; ``ValueError`` where there is no such device."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for CUDA
+        raise ValueError(f"device {device!r} is not here: {first_line(error)}") from error
+    return model.to(device)
+
+
 def _attention_for(config: Any) -> str:
     """transformers' own attention where a model has what ``sdpa`` would silently leave out (gpt-oss: sinks)."""
     return PACKED_SDPA if getattr(_class_of(config), "_supports_sdpa", True) else "eager"

@@ -3,11 +3,13 @@
 A recipe file has a list of rules, each with the fields of ``Rule``, and optionally more::
 
     name: mlp-only
-    ignore: [lm_head, "re:.*gate$"]          # stays as it is, whatever the rules say; engines' lists fit as they are
+    ignore: [lm_head, "re:.*gate$"]          # stays as it is, whatever the rules say, as in engines' lists
     rules:
       - {modules: "*.mlp.*", weights: mxfp4-even, activations: fp8-token}
       - {modules: "*.self_attn.*", weights: nvfp4, scales: sweep, rounding: gptq}
     kv: {format: fp8-kv, scales: calibrated} # like attention: quant/attention/rules.py
+
+Names are those of the model's modules: single experts are ``…experts.gate_up_proj.0``, not as checkpoints call them.
 """
 
 import difflib
@@ -67,8 +69,8 @@ PRESETS = {
         _decoder_linears("nvfp4-sweep", NVFP4, NVFP4_KERNEL, "sweep"),
         _decoder_linears("nvfp4a16-4over6", NVFP4, None, "four-over-six"),
         _decoder_linears("nvfp4a16-sweep", NVFP4, None, "sweep"),
-        _decoder_linears("nvfp4a16-gptq", NVFP4, None, "four-over-six", rounding="gptq"),
-        _decoder_linears("mxfp4a16-gptq", MXFP4_EVEN, None, rounding="gptq"),
+        _decoder_linears("nvfp4a16-gptq", NVFP4, None, "four-over-six", rounding="gptq-act-order"),
+        _decoder_linears("mxfp4a16-gptq", MXFP4_EVEN, None, rounding="gptq-act-order"),
         _decoder_linears("mxfp4a4-hadamard", MXFP4_EVEN, MXFP4_RCEIL, transform="hadamard"),
         _decoder_linears("mxfp4a4-wush", MXFP4_EVEN, MXFP4_RCEIL, transform="wush"),
     )
@@ -137,4 +139,10 @@ def _recipe_from_yaml(path: Path) -> Recipe:
         except ValueError as error:
             where = f"rule {number}" if number > 0 else "'ignore'"
             raise ValueError(f"recipe file {path}, {where}: {error}") from error
-    return Recipe(str(content.get("name", path.stem)), tuple(rules), **more)
+    recipe = Recipe(str(content.get("name", path.stem)), tuple(rules), **more)
+    if recipe.is_auto:
+        raise ValueError(
+            f"recipe file {path}: {recipe.name!r} is the name for checkpoints that are already quantized: "
+            "call a recipe without rules something else"
+        )
+    return recipe

@@ -229,10 +229,17 @@ def resolve(recipe: Recipe, profile: Profile) -> Recipe:
     """``recipe`` as the engine computes it: formats of inputs and treatment of weights are the profile's.
 
     What a quantized checkpoint declares is not known yet: ``auto`` only notes the profile, for
-    ``quant/checkpoints/attach.py``. Raises ``ValueError`` naming the rule that the profile has no answer for.
+    ``quant/checkpoints/attach.py``. Raises ``ValueError`` naming the rule that the profile has no answer for, and for
+    corrections of attention.
     """
     rules: list[Rule] = []
     changed: list[str] = []
+    attention = recipe.attention
+    if attention is not None and not profile.is_plain and "fitted" in (attention.head_scales, attention.temperature):
+        raise ValueError(
+            f"recipe {recipe.name!r}, attention: profile {profile.name} has no fitted head scales or temperatures, "
+            "which stock engines do not compute: take --target-profile plain"
+        )
     for rule in recipe.rules:
         if rule.weights is None or profile.is_plain:
             rules.append(rule)

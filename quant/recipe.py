@@ -199,6 +199,7 @@ class Recipe:
             if rule_of is not None:
                 text += f"{key} {json.dumps(asdict(rule_of), sort_keys=True)}"
         text += "exact product" if self.exact_product else ""
+        text += "auto" if self.is_auto else ""  # as empty as ``none``, which takes no quantized checkpoint
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -24,9 +24,10 @@ from bitdraft.quant.attention.kv_cache import SlotCache
 from bitdraft.quant.checkpoints.attach import attach
 from bitdraft.quant.checkpoints.cache_scales import stored_rounding
 from bitdraft.quant.linear import LowBitLinear
-from bitdraft.quant.loading import first_line, load_model, read_config, stored_checkpoint
+from bitdraft.quant.loading import first_line, load_model, placed, read_config, stored_checkpoint
 from bitdraft.quant.profiles import profile_named
 from bitdraft.quant.recipe import Recipe
+from bitdraft.quant.transforms import TransformedInput
 
 CompileChoice = Literal["auto", "on", "off"]
 
@@ -78,14 +79,16 @@ class LowBitTarget:
         return self.model.get_input_embeddings()  # type: ignore[operator]
 
     @property
-    def output_head(self) -> nn.Linear | LowBitLinear:
+    def output_head(self) -> Any:
+        """An ``nn.Linear``, or what a recipe put in its place: a ``LowBitLinear``, also behind a transform."""
         return self.model.get_output_embeddings()  # type: ignore[operator]
 
     @property
     def output_weight(self) -> Tensor:
         """``[V, H]`` in the target's dtype: what the output head stands for, also where a recipe quantized it."""
         head = self.output_head
-        return head.dequantized().to(self.dtype) if isinstance(head, LowBitLinear) else head.weight
+        weight: Tensor = head.dequantized() if isinstance(head, LowBitLinear | TransformedInput) else head.weight
+        return weight.to(self.dtype)
 
     @property
     def final_norm(self) -> nn.Module:
@@ -147,7 +150,7 @@ class LowBitTarget:
         ids, head = token_ids.to(self.device), self.output_head
         if len(ids) == self.vocab_size and torch.equal(ids, torch.arange(len(ids), device=ids.device)):
             return self.logits
-        if isinstance(head, LowBitLinear):  # its blocks may span rows
+        if isinstance(head, LowBitLinear | TransformedInput):  # its blocks may span rows
             return lambda last_hidden: self.logits(last_hidden)[..., ids]
         rows = head.weight[ids]
         bias = None if head.bias is None else head.bias[ids]
@@ -212,9 +215,10 @@ def load_target(
     compiled = compile_quantizer == "on" or (compile_quantizer == "auto" and can_compile())
     config = read_config(target, trust_remote_code)
     stored = stored_checkpoint(target, config, recipe, dtype)
-    model = load_model(target, config, dtype, trust_remote_code, stored).to(device)
+    model = placed(load_model(target, config, dtype, trust_remote_code, stored), device)
     if stored is not None:
         scales = {name: layer.weight.outer for name, layer in stored.layers.items() if layer.weight.outer is not None}
+        scales |= {f"{n}.input": x.input_scale for n, x in stored.layers.items() if x.input_scale is not None}
         cache = None
         if stored.has_fp8_cache or recipe.kv is not None:
             cache = stored_rounding(model, stored.cache_tensors)
@@ -223,18 +227,15 @@ def load_target(
         applied, found = attach(model, stored, compiled=compiled, profile=profile_named(recipe.profile))
         recipe = replace(found, name=recipe.name, kv=None if cache is None else cache.rule)
         applied = apply_to_attention(model, recipe, applied, stored=cache)
-        wrapped = LowBitTarget(model, recipe, applied, name=target, fingerprint=fingerprint)
-        _compute_exactly(wrapped)
-        _check_logits(wrapped)
-        return wrapped
-    fingerprint = fingerprint_of(model)
-    if calibration is not None and (recipe.has_static_inputs or recipe.looks_at_inputs):
-        recipe = replace(recipe, calibrated_on=_digest(calibration))
-    elif recipe.has_static_inputs and not recipe.looks_at_inputs:  # a page is too little for those
-        calibration = calibration_ids(load_tokenizer(target, trust_remote_code=trust_remote_code))
-    moved = [ids.to(device) for ids in calibration or ()]
-    applied = apply_recipe(model, recipe, compiled=compiled, calibration=moved)
-    applied = apply_to_attention(model, recipe, applied, moved)
+    else:
+        fingerprint = fingerprint_of(model)
+        if calibration is not None and (recipe.has_static_inputs or recipe.looks_at_inputs):
+            recipe = replace(recipe, calibrated_on=_digest(calibration))
+        elif recipe.has_static_inputs and not recipe.looks_at_inputs:  # a page is too little for those
+            calibration = calibration_ids(load_tokenizer(target, trust_remote_code=trust_remote_code))
+        moved = [ids.to(device) for ids in calibration or ()]
+        applied = apply_recipe(model, recipe, compiled=compiled, calibration=moved)
+        applied = apply_to_attention(model, recipe, applied, moved)
     wrapped = LowBitTarget(model, recipe, applied, name=target, fingerprint=fingerprint)
     _compute_exactly(wrapped)
     _check_logits(wrapped)
@@ -269,8 +270,8 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype
 def fingerprint_of(model: nn.Module, scales: Mapping[str, Tensor] | None = None) -> str:
     """16 hex digits over the architecture and a sample of every weight: equal for equal models anywhere.
 
-    ``scales``: what the weights of a quantized checkpoint are still to be multiplied by. Samples (64 values per
-    tensor) instead of all bytes, so that an 8B model costs a moment.
+    ``scales``: what the weights of a quantized checkpoint are still to be multiplied by, and the scales of its inputs.
+    Samples (64 values per tensor) instead of all bytes, so that an 8B model costs a moment.
     """
     config: Any = model.config
     described = {k: v for k, v in config.to_dict().items() if k not in _NOT_THE_MODEL}

@@ -11,6 +11,7 @@ the run-time product does, in bf16 as well.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -143,6 +144,11 @@ class TransformedInput(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             transformed = self.memory(x, self.transform)
         return self.layer(transformed)
+
+    def dequantized(self) -> Tensor:
+        """``[M, K]`` fp32: the weight that the low-bit layer and the transform before it stand for together."""
+        layer: Any = self.layer
+        return self.transform.unfold(layer.dequantized())
 
     def extra_repr(self) -> str:
         blocks = len(self.transform.matrix)

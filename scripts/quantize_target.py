@@ -2,7 +2,8 @@
 
     python scripts/quantize_target.py --target demo --target-quant nvfp4a16 --out runs/demo-nvfp4a16
 
-Writes the target's folder with other weights, in compressed-tensors format, whole or not at all. Serve it with vLLM, or
+Writes the target's folder with other weights, in compressed-tensors format, whole or not at all. GPTQ's codes depend on
+the type it computes in: give ``--dtype`` what training has, or train on what was written. Serve it with vLLM, or
 train on it with ``--target runs/demo-nvfp4a16 --target-quant auto``. Needs the ``checkpoints`` extra.
 """
 

@@ -60,8 +60,9 @@ def compare_with_plain(
 
 
 def must_be_identical(target: LowBitTarget) -> bool:
-    """Whether nothing excuses a difference: fp32, and no activation is rounded to a few bits."""
-    quantizes = any(rule.activations for rule in target.recipe.rules)
+    """Whether nothing excuses a difference: fp32, and no activation, key or value is rounded to a few bits."""
+    recipe = target.recipe
+    quantizes = any(rule.activations for rule in recipe.rules) or recipe.kv is not None or recipe.attention is not None
     return target.dtype == torch.float32 and not quantizes
 
 

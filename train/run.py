@@ -9,6 +9,7 @@ The run folder:
     acceptance.json     what it accepts on held-out prompts
 """
 
+import hashlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,7 +73,7 @@ def run(config: RunConfig, environment: Environment) -> Finished:
     heldout = read_conversations(config.acceptance.data or [demo_file("heldout")])
     accelerator = _accelerator(config, environment, folder)
     if accelerator.is_main_process:
-        _open_run(folder, config)
+        _open_run(folder, config, _contents(recipe, text_recipe, conversations))
     accelerator.wait_for_everyone()
     finished = Finished(folder, folder / "export", folder / "acceptance.json")
     if finished.is_whole(config):
@@ -133,20 +134,41 @@ def _dtype(config: RunConfig, accelerator: Accelerator) -> torch.dtype:
     return torch.bfloat16 if _wants_bf16(config, accelerator.device.type) else torch.float32
 
 
-def _open_run(folder: Path, config: RunConfig) -> None:
+def _contents(recipe: Recipe, text_recipe: Recipe, conversations: list[Conversation]) -> dict[str, str]:
+    """Fingerprints of what a configuration only names: files, whose contents may change under their names."""
+    texts = json.dumps([[m.as_dict() for m in c.messages] for c in conversations])
+    data = hashlib.sha256(texts.encode()).hexdigest()[:16]
+    return {"target_quant": recipe.fingerprint, "answers.quant": text_recipe.fingerprint, "data": data}
+
+
+def _open_run(folder: Path, config: RunConfig, contents: dict[str, str]) -> None:
     """Take the folder for this run, or refuse it."""
-    described = folder / "run.yaml"
+    described, fingerprints = folder / "run.yaml", folder / "contents.json"
     if described.is_file():
-        before = yaml.safe_load(described.read_text(encoding="utf-8"))
-        now = to_plain(config)
+        before, now = _with_defaults(yaml.safe_load(described.read_text(encoding="utf-8"))), to_plain(config)
         other = sorted(k for k in now if k not in _MAY_DIFFER and before.get(k) != now[k])
         if other:
             raise ValueError(f"{folder} holds another run (different {', '.join(other)}): choose another --output-dir")
+        read = json.loads(fingerprints.read_text(encoding="utf-8")) if fingerprints.is_file() else contents
+        if changed := sorted(key for key in contents if read.get(key) != contents[key]):
+            raise ValueError(
+                f"{folder} holds a run on other contents (what {', '.join(changed)} names has changed since it began): "
+                "choose another --output-dir"
+            )
         if not config.resume:
             raise ValueError(f"{folder} already holds this run: add --resume to go on, or choose another --output-dir")
     elif folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty and holds no run.yaml: choose another --output-dir")
+    write_text_atomically(fingerprints, json.dumps(contents, indent=2) + "\n")
     write_text_atomically(described, to_yaml(replace(config, resume=False)))
+
+
+def _with_defaults(before: Any, defaults: Any = None) -> Any:
+    """What a ``run.yaml`` says, and what it meant by fields that there were none of when it was written."""
+    defaults = to_plain(RunConfig()) if defaults is None else defaults
+    if not isinstance(before, dict) or not isinstance(defaults, dict):
+        return before
+    return defaults | {key: _with_defaults(value, defaults.get(key, value)) for key, value in before.items()}
 
 
 def _load(

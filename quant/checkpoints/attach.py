@@ -72,7 +72,7 @@ def attach(
             model.set_submodule(name, low_bit)
     if stored.cache_tensors and not stored.has_fp8_cache:
         left_alone["key and value cache"] = "the checkpoint has scales for FP8 but does not ask for it: auto+kvfp8 does"
-    return Applied(rules, left_alone, quantizer, computed_by=recipe.computed_by * (not profile.is_plain)), recipe
+    return Applied(rules, left_alone, quantizer, computed_by=recipe.computed_by * (profile != PLAIN)), recipe
 
 
 def _as_computed(name: str, layer: StoredLayer, profile: Profile, stored: StoredCheckpoint) -> StoredLayer:

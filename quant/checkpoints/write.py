@@ -26,7 +26,7 @@ from bitdraft.quant.codes import Encoded, e8m0_bytes
 from bitdraft.quant.experts import RoutedExperts, StoredExpert, expert_projections, experts_around, stored_expert
 from bitdraft.quant.files import folder_written_atomically
 from bitdraft.quant.linear import LowBitLinear
-from bitdraft.quant.loading import load_model, read_config
+from bitdraft.quant.loading import load_model, placed, read_config
 from bitdraft.quant.pack import to_compressed_tensors
 from bitdraft.quant.recipe import Recipe
 from bitdraft.quant.schemes import Scheme
@@ -74,7 +74,7 @@ def write_quantized(
     if out.resolve() == source.resolve():
         raise ValueError(f"--out {out} is the target's own folder: choose another")
     wanted = dtype or (config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16)
-    model = load_model(target, config, wanted, trust_remote_code, None).to(device)
+    model = placed(load_model(target, config, wanted, trust_remote_code, None), device)
     weights: dict[str, Encoded] = {}
 
     def keep(name: str, q: Quantized) -> None:
@@ -85,6 +85,12 @@ def write_quantized(
     applied = apply_recipe(
         model, recipe, compiled=False, calibration=[ids.to(device) for ids in calibration], watch=keep
     )
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if any(model.get_submodule(name) is head for name in applied.quantized):
+        raise ValueError(
+            f"recipe {recipe.name!r} quantizes the output head, which is not written here: "
+            "give it a rule without formats"
+        )
     files = TensorFiles(source)
     renamed = _checkpoint_names(model, applied, files)
     with folder_written_atomically(out) as folder:

@@ -112,6 +112,8 @@ def test_fingerprints_tell_checkpoints_and_formats_apart(sixteen_bit: Path, tmp_
     assert len({t.recipe.fingerprint for t in targets.values()}) == 3
     edit_weights(tmp_path / "b", lambda w: w[f"{UP}.weight_scale"].mul_(1.01))
     assert load(tmp_path / "b").fingerprint != targets["a"].fingerprint, "outer scales count"
+    edit_weights(tmp_path / "c", lambda w: [t.mul_(2) for n, t in w.items() if n.endswith("input_global_scale")])
+    assert load(tmp_path / "c").fingerprint != targets["c"].fingerprint, "scales of inputs count"
 
 
 def test_modelopts_own_file_is_read(sixteen_bit: Path, tmp_path: Path) -> None:

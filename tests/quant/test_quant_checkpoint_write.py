@@ -120,6 +120,13 @@ def test_weights_rounded_by_gptq_read_back(source: Path, tmp_path: Path, name: s
     assert not torch.equal(auto.model.get_parameter(layer), plain.model.get_parameter(layer))
 
 
+def test_a_low_bit_output_head_is_not_written(source: Path, tmp_path: Path) -> None:
+    recipe = Recipe("head", (Rule("*", "fp8-channel", "fp8-token"),))
+    with pytest.raises(ValueError, match="recipe 'head' quantizes the output head, which is not written here"):
+        write(source, tmp_path / "out", recipe)
+    assert not (tmp_path / "out").exists()
+
+
 def test_transforms_of_inputs_have_no_place_in_a_checkpoint(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"recipe 'mxfp4a4-hadamard', rule .* no place here for the hadamard trans"):
         write(source, tmp_path / "out", load_recipe("mxfp4a4-hadamard"))

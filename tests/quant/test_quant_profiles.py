@@ -1,6 +1,7 @@
 """Profiles: the table is whole, recipes and checkpoints follow it, and the treatments at load are the engines'."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,21 @@ from tiny import save_tiny_target
 from torch import Tensor, nn
 
 from bitdraft.quant.at_load import check_at_load, loaded, marlin_factor
+from bitdraft.quant.attention.rules import attention_rule
 from bitdraft.quant.block import Quantized, dequantize, quantize
 from bitdraft.quant.checkpoints.declare import check_has_layout
 from bitdraft.quant.linear import ActivationQuantizer, LowBitLinear
 from bitdraft.quant.presets import PRESETS, load_recipe
-from bitdraft.quant.profiles import FAMILIES, PLAIN, PROFILES, Computed, family_of, load_recipe_for, profile_named
+from bitdraft.quant.profiles import (
+    FAMILIES,
+    PLAIN,
+    PROFILES,
+    Computed,
+    family_of,
+    load_recipe_for,
+    profile_named,
+    resolve,
+)
 from bitdraft.quant.recipe import AUTO, Rule
 from bitdraft.quant.schemes import (
     FP8_BLOCK,
@@ -151,6 +162,15 @@ def test_refusals_are_one_sentence(preset: str, profile: str, complaint: str) ->
         load_recipe_for(preset, profile)
     assert complaint in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("correction", ["head_scales", "temperature"])
+def test_corrections_of_attention_are_refused_as_those_of_layers_are(correction: str) -> None:
+    attention = attention_rule({"queries": "int8-token", correction: "fitted"})
+    recipe = replace(load_recipe("fp8"), attention=attention)
+    with pytest.raises(ValueError, match="profile vllm-sm90 has no fitted head scales or temperatures"):
+        resolve(recipe, profile_named("vllm-sm90"))
+    assert resolve(recipe, profile_named("plain+exact")).attention == attention
 
 
 def test_rules_of_a_file_can_name_the_treatment_and_the_experts(tmp_path: Path) -> None:
@@ -368,3 +388,9 @@ def test_auto_remembers_the_profile_until_the_checkpoint_is_read() -> None:
     for name in ("auto", "auto+kvfp8"):
         recipe = load_recipe_for(name, "vllm-sm90")
         assert recipe.is_auto and recipe.profile == "vllm-sm90" and recipe.rules == AUTO.rules
+
+
+def test_a_stored_checkpoint_says_that_its_products_are_exact(plain_folder: Path, tmp_path: Path) -> None:
+    folder, _ = store(plain_folder, tmp_path / "stored", "ct-fp8-channel")
+    assert serve(folder, "plain+exact").applied.summary().startswith("profile plain+exact: products rounded once\n")
+    assert "profile" not in serve(folder, "plain").applied.summary()

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from bitdraft.quant.presets import PRESETS, load_recipe
-from bitdraft.quant.recipe import Recipe, Rule
+from bitdraft.quant.recipe import AUTO, Recipe, Rule
 
 NAMES = [
     "none",
@@ -161,6 +161,18 @@ def test_the_fingerprint_follows_the_rules_and_not_the_name() -> None:
 )
 def test_plain_scales_do_not_change_a_fingerprint_that_is_on_record(preset: str, fingerprint: str) -> None:
     assert PRESETS[preset].fingerprint == fingerprint
+
+
+def test_auto_is_not_the_recipe_that_leaves_everything_alone() -> None:
+    assert AUTO.fingerprint != load_recipe("none").fingerprint, "another target writes the answers"
+    assert load_recipe("auto+kvfp8").fingerprint != load_recipe("none+kvfp8").fingerprint
+
+
+@pytest.mark.parametrize("name", ["auto", "auto+kvfp8", "auto@vllm-sm90"])
+def test_no_recipe_file_passes_for_auto(recipe_file: Path, name: str) -> None:
+    recipe_file.write_text(f"name: {name}\nrules: []\nkv: {{format: int8-token}}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="name for checkpoints that are already quantized"):
+        load_recipe(str(recipe_file))
 
 
 def test_a_rule_reads_its_scale_method_from_yaml(recipe_file: Path) -> None:

@@ -352,3 +352,22 @@ def test_logits_of_some_tokens_are_those_among_all(two_layers: Path) -> None:
     torch.testing.assert_close(target.logits_of(ids)(hidden), target.logits(hidden)[..., ids])
     assert torch.equal(target.logits_of(torch.arange(VOCAB))(hidden), target.logits(hidden))
     assert target.output_weight is target.output_head.weight
+
+
+def test_an_output_head_behind_a_transform_serves_heads_too(two_layers: Path) -> None:
+    rules = (Rule("lm_head", weights="mxfp4-even", activations="mxfp4-rceil", transform="hadamard"),)
+    target = load_target(str(two_layers), Recipe("head", rules), dtype=torch.float32, compile_quantizer="off")
+    original = load(two_layers).output_weight
+    relative = (target.output_weight - original).norm() / original.norm()
+    assert 0.01 < relative < 0.2, "the rounded weight, turned back"
+    x, some = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(0)), torch.tensor([3, 1, 40])
+    assert torch.equal(target.logits_of(some)(x), target.logits(x)[:, some])
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda"])
+def test_a_device_that_is_not_here_is_named(two_layers: Path, device: str) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match=rf"device '{device}' is not here") as error:
+        load_target(str(two_layers), load_recipe("none"), device=device)
+    assert "\n" not in str(error.value)

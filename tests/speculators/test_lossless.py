@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from bitdraft.quant.attention.rules import AttentionRule
 from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import LowBitTarget, load_target
 from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.decode import generate
-from bitdraft.speculators.lossless import Lossless, compare_with_plain, gap_and_noise
+from bitdraft.speculators.lossless import Lossless, compare_with_plain, gap_and_noise, must_be_identical
 
 Prompts = list[list[int]]
 
@@ -105,3 +107,14 @@ def test_rounding_is_measured_where_the_answers_part(target: LowBitTarget, few: 
     assert gap == pytest.approx(float(logits[top] - logits[second]), rel=1e-3)
     largest = max(float(logits[top].abs()), float(logits[second].abs()), 1.0)
     assert noise == 2 * 2**-7 * 2.0 ** math.floor(math.log2(largest)), "in fp32 shapes agree: two bf16 units remain"
+
+
+@pytest.mark.parametrize(("recipe", "identical"), [("mxfp4a16", True), ("mxfp4a16+kvfp8", False), ("mxfp4", False)])
+def test_what_is_rounded_to_a_few_bits_on_the_way_may_flip(tiny_folder: Path, recipe: str, identical: bool) -> None:
+    target = load_target(str(tiny_folder), load_recipe(recipe), dtype=torch.float32, compile_quantizer="off")
+    assert must_be_identical(target) == identical
+    attention = AttentionRule(queries="int8-token")
+    rounding = LowBitTarget(
+        target.model, replace(target.recipe, attention=attention), target.applied, name="x", fingerprint="x"
+    )
+    assert not must_be_identical(rounding)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from bitdraft.speculators.lossless import Lossless
 from bitdraft.train import acceptance
@@ -144,6 +145,42 @@ def test_a_folder_of_another_run_is_refused(
     with pytest.raises(ValueError, match=rf"holds another run \(different {named}\): choose another --output-dir"):
         run(make_config(folder, **changes, resume=resume), environment)
     assert (folder / "run.yaml").read_bytes() == before
+
+
+def test_a_run_from_before_there_were_some_fields_is_the_same_run(
+    straight: Callable[[str], Path], make_config: MakeConfig, environment: Environment, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(straight("eagle3"), folder)
+    described = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))
+    del described["target_profile"], described["calibration"], described["eagle3"]["start"]
+    (folder / "run.yaml").write_text(yaml.safe_dump(described), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"holds another run \(different target_profile\)"):
+        run(make_config(folder, target_profile="vllm-sm90", resume=True), environment)
+    run(make_config(folder, resume=True), environment)
+    assert yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))["target_profile"] == "plain"
+
+
+@pytest.mark.parametrize("named", ["target_quant", "data"])
+def test_files_that_changed_under_their_names_are_another_run(
+    make_config: MakeConfig, environment: Environment, prompt_files: tuple[Path, Path], tmp_path: Path, named: str
+) -> None:
+    recipe, data = tmp_path / "mine.yaml", tmp_path / "asked.jsonl"
+    recipe.write_text("rules: [{modules: '*.layers.*', weights: mxfp4-even}]", encoding="utf-8")
+    shutil.copyfile(prompt_files[0], data)
+    config = make_config(
+        tmp_path / "run", target_quant=str(recipe), data=(data,), acceptance=AcceptanceConfig(draft_lengths=())
+    )
+    run(config, environment)
+    finished = run(replace(config, resume=True), environment)
+    before = sorted((p, p.stat().st_mtime_ns) for p in finished.folder.rglob("*.*"))
+    if named == "data":
+        data.write_text("".join(data.read_text(encoding="utf-8").splitlines(keepends=True)[1:]), encoding="utf-8")
+    else:
+        recipe.write_text("rules: [{modules: '*.layers.*', weights: nvfp4}]", encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"on other contents \(what .*{named} names has changed since it began\)"):
+        run(replace(config, resume=True), environment)
+    assert sorted((p, p.stat().st_mtime_ns) for p in finished.folder.rglob("*.*")) == before
 
 
 def test_the_same_run_again_needs_resume(
