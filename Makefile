@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 .PHONY: help env demo test lint test-slow bench clean
 
 help:
-	@echo "make demo       make the environment, train and measure the 2x2 on the embedded model (about 17 minutes)"
+	@echo "make demo       make the environment, train and measure the 2x2 on the embedded model (14 to 17 minutes)"
 	@echo "make test       make the environment and run the tests"
 	@echo "make env        make the environment in $(VENV)   [PYTHON=python3.12] [TORCH=torch==2.13.0]"
 	@echo "make lint       formatting, style, types"

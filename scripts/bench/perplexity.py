@@ -4,14 +4,18 @@
 
 Answers to held-out prompts are scored: those that the records hold, else greedy answers that the unquantized model
 writes (kept in the cache). Perplexity and KL divergence (from the unquantized model's distribution, in nats) are means
-over the tokens of the answers. Methods that look at inputs are calibrated block by block on ``--calibration``.
+over the tokens of the answers. What a method adds to another ("nvfp4a16 4/6" to "nvfp4a16") is taken token by token,
+with a bootstrap interval over prompts. Methods that look at inputs are calibrated block by block on ``--calibration``.
+A Markdown table is written next to the JSON.
 """
 
 import json
 import math
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,7 +33,10 @@ from bitdraft.quant.recipe import Recipe, Rule
 from bitdraft.quant.schemes import MXFP4_EVEN, MXFP4_RCEIL, NVFP4, NVFP4_KERNEL, Scheme
 from bitdraft.quant.target import LowBitTarget, load_target, load_tokenizer
 from bitdraft.train.environment import chosen_dtype, machine_facts, read_environment, stop_cleanly
-from bitdraft.train.gap import gap_on
+from bitdraft.train.gap import gap_on, mean_interval
+
+_UNQUANTIZED = "unquantized"
+_HEAD = "| method | perplexity | KL | adds to | change | seconds |\n|---|---:|---:|---|---:|---:|"
 
 
 def _everywhere(
@@ -52,10 +59,11 @@ METHODS = {
         _everywhere("nvfp4a16 4/6", NVFP4, scales="four-over-six"),
         _everywhere("nvfp4a16 sweep", NVFP4, scales="sweep"),
         _everywhere("nvfp4a16 gptq", NVFP4, rounding="gptq"),
-        _everywhere("nvfp4a16 gptq 4/6", NVFP4, scales="four-over-six", rounding="gptq"),
-        _everywhere("nvfp4a16 gptq 4/6 act-order", NVFP4, scales="four-over-six", rounding="gptq-act-order"),
+        _everywhere("nvfp4a16 4/6 gptq", NVFP4, scales="four-over-six", rounding="gptq"),
+        _everywhere("nvfp4a16 4/6 gptq act-order", NVFP4, scales="four-over-six", rounding="gptq-act-order"),
         _everywhere("mxfp4a16", MXFP4_EVEN),
         _everywhere("mxfp4a16 gptq", MXFP4_EVEN, rounding="gptq"),
+        _everywhere("mxfp4a16 gptq act-order", MXFP4_EVEN, rounding="gptq-act-order"),
         _everywhere("mxfp4a4", *_A4),
         _everywhere("mxfp4a4 hadamard", *_A4, transform="hadamard"),
         _everywhere("mxfp4a4 wush", *_A4, transform="wush"),
@@ -112,20 +120,31 @@ def main(options: Options) -> None:
     batches = rows_of_text(ids, options.calibration.tokens)
     tokens = sum(len(e.answer) for e in scored)
     print(f"{len(scored)} answers, {tokens} tokens; calibration on {sum(b.numel() for b in batches)} tokens; {dtype}")
-    print(f"{'method':30} {'perplexity':>10} {'KL':>8} {'seconds':>8}")
-    results: list[dict[str, object]] = []
+    print(_HEAD, flush=True)
+    positions = [len(e.answer) for e in scored]
+    losses: dict[str, Tensor] = {}
+    results: list[dict[str, Any]] = []
     for label in (None, *options.methods):
         target, seconds = base, 0.0
         if label is not None:
             start = time.perf_counter()
             target = load(METHODS[label], batches)
             seconds = time.perf_counter() - start
-        perplexity, divergence = _score(target, base, scored)
-        shown = label or "unquantized"
-        print(f"{shown:30} {perplexity:10.4f} {divergence:8.4f} {seconds:8.1f}", flush=True)
-        results.append({"method": shown, "perplexity": perplexity, "kl": divergence, "seconds": seconds})
+        gap = gap_on(base, target, scored, capture=())
+        shown = label or _UNQUANTIZED
+        losses[shown] = gap.nll_low.double()
+        row: dict[str, Any] = {"method": shown, "perplexity": math.exp(losses[shown].mean()), "seconds": seconds}
+        row["kl"] = float(gap.kl_reference_low.double().mean())
+        if (before := _what_it_adds_to(shown, losses)) is not None:
+            change = losses[shown] - losses[before]
+            row |= {"adds_to": before, "change": float(change.mean())}
+            row["change_ci95"] = list(mean_interval(change, positions, seed=0))
+        results.append(row)
+        print(_line(row), flush=True)
     if options.json:
         document = {
+            "command": " ".join(["python", *sys.argv]),
+            "date": date.today().isoformat(),
             "target": options.target,
             "dtype": str(dtype),
             "answers": len(scored),
@@ -135,6 +154,43 @@ def main(options: Options) -> None:
             "machine": machine_facts(),
         }
         write_text_atomically(options.json, json.dumps(document, indent=2) + "\n")
+        write_text_atomically(options.json.with_suffix(".md"), _report(document))
+
+
+def _what_it_adds_to(method: str, measured: Mapping[str, object]) -> str | None:
+    """The method whose name is the longest beginning of this one's, in words; else the unquantized model."""
+    words = method.split()
+    shorter = [" ".join(words[:n]) for n in range(len(words) - 1, 0, -1)]
+    return next((name for name in (*shorter, _UNQUANTIZED) if name in measured and name != method), None)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    change = "– | –"
+    if "adds_to" in row:
+        low, high = row["change_ci95"]
+        change = f"{row['adds_to']} | {row['change']:+.4f} ({low:+.4f} … {high:+.4f})"
+    return f"| {row['method']} | {row['perplexity']:.4f} | {row['kl']:.4f} | {change} | {row['seconds']:.0f} |"
+
+
+def _report(document: Mapping[str, Any]) -> str:
+    machine = document["machine"]
+    return "\n".join(
+        [
+            "# Perplexity of the quantized target",
+            "",
+            f"{document['target']} in {document['dtype'].removeprefix('torch.')}, {document['answers']} answers of the "
+            f"unquantized model, {document['tokens']} tokens; {document['calibration_tokens']} tokens to calibrate on. "
+            "KL from the unquantized model's distribution, in nats. Change: of the log of the perplexity, token by "
+            "token, from the method named, with its 95 % interval over prompts. Seconds: to load and quantize.",
+            "",
+            _HEAD,
+            *(_line(row) for row in document["results"]),
+            "",
+            f"`{document['command']}`, {document['date']}, {machine['threads']} threads, {machine['machine']} "
+            f"{machine['device']}, torch {machine['torch']}, transformers {machine['transformers']}.",
+            "",
+        ]
+    )
 
 
 def _answered(
@@ -146,12 +202,6 @@ def _answered(
         return [e for c in conversations for e in written_examples(tokenizer, c, ends)]
     settings = AnswerSettings(max_new_tokens=new_tokens, batch_size=32)
     return on_policy_examples(base, tokenizer, conversations, settings, end_ids=ends, cache_dir=cache)
-
-
-def _score(target: LowBitTarget, base: LowBitTarget, examples: Sequence[Example]) -> tuple[float, float]:
-    """Perplexity of the answers and mean KL divergence from ``base``, over answer tokens."""
-    gap = gap_on(base, target, examples, capture=())
-    return math.exp(gap.nll_low.double().mean()), float(gap.kl_reference_low.double().mean())
 
 
 if __name__ == "__main__":
