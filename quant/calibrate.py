@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 # B sequence, T token, H hidden, K input channel.
 
@@ -49,7 +50,8 @@ def calibrate_layer_by_layer(
     blocks: nn.ModuleList = model.get_decoder().layers  # type: ignore[operator]
     names = {id(module): name for name, module in model.named_modules()}
     hidden, keywords = _block_inputs(model, blocks, token_batches)
-    for number, block in enumerate(blocks):
+    # Shown after a few seconds only: small models are done by then.
+    for number, block in enumerate(tqdm(blocks, desc="calibrating", unit="block", delay=3, leave=False)):
         linears = {
             f"{names[id(block)]}.{inner}": module
             for inner, module in block.named_modules()
