@@ -108,7 +108,6 @@ def apply_recipe(
     format, or missing calibration text.
     """
     _check_rules(recipe)
-    _check_context(model, calibration)
     separate_experts(model, lambda *names: (rule := recipe.rule_for(*names)) is not None and not rule.leaves_alone)
     chosen, left_alone = choose_layers(model, recipe)
     _check_finite(model, chosen)
@@ -157,13 +156,6 @@ def _check_rules(recipe: Recipe) -> None:
             rule.check()
         except ValueError as error:
             raise ValueError(f"recipe {recipe.name!r}, rule {rule.modules!r}: {error}") from error
-
-
-def _check_context(model: nn.Module, calibration: Sequence[Tensor]) -> None:
-    longest = max((ids.shape[1] for ids in calibration), default=0)
-    context = getattr(getattr(model, "config", None), "max_position_embeddings", longest)
-    if longest > context:
-        raise ValueError(f"calibration text in rows of {longest} tokens exceeds the target's context of {context}")
 
 
 def _check_calibration(recipe: Recipe, calibration: Sequence[Tensor]) -> None:

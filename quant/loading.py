@@ -1,12 +1,13 @@
 """A target's files into a transformers model: ordinary checkpoints, and decoded ones that are already quantized."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from bitdraft.quant.attention.packed import PACKED_SDPA
@@ -89,6 +90,13 @@ def placed(model: nn.Module, device: str) -> nn.Module:
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for CUDA
         raise ValueError(f"device {device!r} is not here: {first_line(error)}") from error
     return model.to(device)
+
+
+def placed_text(model: nn.Module, calibration: Sequence[Tensor]) -> list[Tensor]:
+    """Calibration text, token ids ``[B, T]`` each, where ``model`` is; rows end where its context does."""
+    config: Any = model.config
+    embedding: nn.Embedding = model.get_input_embeddings()  # type: ignore[operator]
+    return [ids[:, : config.max_position_embeddings].to(embedding.weight.device) for ids in calibration]
 
 
 def _attention_for(config: Any) -> str:

@@ -24,7 +24,7 @@ from bitdraft.quant.attention.kv_cache import SlotCache
 from bitdraft.quant.checkpoints.attach import attach
 from bitdraft.quant.checkpoints.cache_scales import stored_rounding
 from bitdraft.quant.linear import LowBitLinear
-from bitdraft.quant.loading import first_line, load_model, placed, read_config, stored_checkpoint
+from bitdraft.quant.loading import first_line, load_model, placed, placed_text, read_config, stored_checkpoint
 from bitdraft.quant.profiles import profile_named
 from bitdraft.quant.recipe import Recipe
 from bitdraft.quant.transforms import TransformedInput
@@ -233,7 +233,7 @@ def load_target(
             recipe = replace(recipe, calibrated_on=_digest(calibration))
         elif recipe.has_static_inputs and not recipe.looks_at_inputs:  # a page is too little for those
             calibration = calibration_ids(load_tokenizer(target, trust_remote_code=trust_remote_code))
-        moved = [ids.to(device) for ids in calibration or ()]
+        moved = placed_text(model, calibration or ())
         applied = apply_recipe(model, recipe, compiled=compiled, calibration=moved)
         applied = apply_to_attention(model, recipe, applied, moved)
     wrapped = LowBitTarget(model, recipe, applied, name=target, fingerprint=fingerprint)

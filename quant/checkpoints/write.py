@@ -26,7 +26,7 @@ from bitdraft.quant.codes import Encoded, e8m0_bytes
 from bitdraft.quant.experts import RoutedExperts, StoredExpert, expert_projections, experts_around, stored_expert
 from bitdraft.quant.files import folder_written_atomically
 from bitdraft.quant.linear import LowBitLinear
-from bitdraft.quant.loading import load_model, placed, read_config
+from bitdraft.quant.loading import load_model, placed, placed_text, read_config
 from bitdraft.quant.pack import to_compressed_tensors
 from bitdraft.quant.recipe import Recipe
 from bitdraft.quant.schemes import Scheme
@@ -82,9 +82,7 @@ def write_quantized(
         assert isinstance(layer, LowBitLinear)
         weights[name] = encoded(q, layer.weights)
 
-    applied = apply_recipe(
-        model, recipe, compiled=False, calibration=[ids.to(device) for ids in calibration], watch=keep
-    )
+    applied = apply_recipe(model, recipe, compiled=False, calibration=placed_text(model, calibration), watch=keep)
     head = model.get_output_embeddings()  # type: ignore[operator]
     if any(model.get_submodule(name) is head for name in applied.quantized):
         raise ValueError(

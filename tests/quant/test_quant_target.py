@@ -371,3 +371,16 @@ def test_a_device_that_is_not_here_is_named(two_layers: Path, device: str) -> No
     with pytest.raises(ValueError, match=rf"device '{device}' is not here") as error:
         load_target(str(two_layers), load_recipe("none"), device=device)
     assert "\n" not in str(error.value)
+
+
+def test_calibration_text_ends_where_the_context_does(two_layers: Path, tmp_path: Path) -> None:
+    """Positions beyond it were never trained: their inputs are no target's."""
+    short = save_tiny_target(tmp_path / "short", num_hidden_layers=2, max_position_embeddings=24)
+    text = tokens(2, 40, seed=4)
+    cut, whole = (load(short, "nvfp4a16-gptq", [ids]) for ids in (text[:, :24], text))
+    long = load(two_layers, "nvfp4a16-gptq", [text])
+    name = "model.layers.1.mlp.down_proj.weight"
+    same, other = (t.model.get_parameter(name) for t in (whole, long))
+    assert torch.equal(cut.model.get_parameter(name), same)
+    assert not torch.equal(same, other)
+    assert len(load(short, "nvfp4").applied.quantized) == 14, "the shipped page is longer"
