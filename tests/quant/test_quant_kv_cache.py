@@ -50,7 +50,7 @@ def assert_equals_the_full_pass(collected: Tensor, target: LowBitTarget, ids: Te
     full = target.states(ids).last_hidden
     computed = ~collected.isnan().any(-1)
     assert computed.any()
-    torch.testing.assert_close(collected[computed], full[computed], rtol=0, atol=1e-5)
+    torch.testing.assert_close(collected[computed], full[computed], rtol=0, atol=1e-4)
 
 
 def test_ragged_decoding_with_rejected_drafts_equals_the_full_pass(tiny_target: Get) -> None:
@@ -104,7 +104,7 @@ def test_rows_that_are_kept_go_on_as_before(tiny_target: Get) -> None:
         fed = torch.stack([row[n : n + 3] for row, n in zip(ids, lengths.tolist(), strict=True)])
         last = target.states(fed, cache=cache, lengths=lengths).last_hidden
         for row, n in enumerate(lengths.tolist()):
-            torch.testing.assert_close(last[row], full[row, n : n + 3], rtol=0, atol=1e-5)
+            torch.testing.assert_close(last[row], full[row, n : n + 3], rtol=0, atol=1e-4)
         lengths = lengths + 3
 
 
@@ -113,7 +113,7 @@ def test_keeping_rows_of_an_empty_cache_does_nothing(tiny_target: Get) -> None:
     cache = target.new_cache(6)
     cache.keep_rows(torch.tensor([0, 1]))
     last = target.states(ids, cache=cache, lengths=torch.zeros(2, dtype=torch.long)).last_hidden
-    torch.testing.assert_close(last, target.states(ids).last_hidden, rtol=0, atol=1e-5)
+    torch.testing.assert_close(last, target.states(ids).last_hidden, rtol=0, atol=1e-4)
 
 
 def test_too_few_slots_are_refused(tiny_target: Get) -> None:
@@ -147,5 +147,5 @@ def test_rows_join_a_cache_of_another_size(tiny_target: Get) -> None:
         fed = torch.stack([ids[i, n : n + 4] for i, n in enumerate(lengths.tolist())])
         got = target.states(fed, cache=cache, lengths=lengths).last_hidden
         expected = torch.stack([full[i, n : n + 4] for i, n in enumerate(lengths.tolist())])
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
         assert cache.slots == 20

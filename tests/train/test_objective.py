@@ -112,7 +112,7 @@ def test_the_loss_is_that_of_a_loop_over_rows_and_steps(target: LowBitTarget, ki
     for rows in (all_rows, few_rows):
         outputs = head(supervision.states, supervision.batch.tokens, rows)
         found = objective(outputs, rows, head, teacher_of(target, head), supervision, weights, divisor)
-        torch.testing.assert_close(found.loss, oracle.loss, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.loss, oracle.loss, rtol=1e-3, atol=1e-4)
         assert found.possible.tolist() == oracle.possible
         assert found.accepted.tolist() == oracle.accepted
         for mine, its in zip(torch.autograd.grad(found.loss, parameters), expected, strict=True):
@@ -166,7 +166,7 @@ def test_padding_changes_nothing(target: LowBitTarget) -> None:
 
     together = loss_of(examples)
     apart = torch.stack([loss_of([example]) for example in examples]).sum()
-    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
 
 
 def test_a_batch_without_a_supervised_token_is_named(target: LowBitTarget) -> None:
