@@ -42,6 +42,12 @@ def tiny_target(tiny_folder: Path) -> Callable[[str], LowBitTarget]:
 
 
 @pytest.fixture(scope="session")
+def exact_target(tiny_folder: Path) -> LowBitTarget:
+    """The tiny target in high precision, fp64: passes of other shapes differ by far less than any tolerance."""
+    return load_target(str(tiny_folder), load_recipe("none"), dtype=torch.float64, compile_quantizer="off")
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The embedded default target's folder, made the first time."""
     return demo_target(read_environment().cache_dir)
