@@ -3,8 +3,8 @@
 No gradient passes here: ``quant/straight_through.py`` adds one.
 
 Compiled, it is one or two passes over memory. Eager, every operation is a pass, so that a large tensor on CPU is
-worked on in strips whose temporaries stay in the cache of one core (faster, and no second copy of the tensor in fp32). A strip consists of whole blocks; what blocks share, the largest magnitude of the tensor, is found
-first.
+worked on in strips whose temporaries stay in the cache of one core, without a second copy of the tensor in fp32. A
+strip consists of whole blocks; what blocks share, the largest magnitude of the tensor, is found first.
 """
 
 from collections.abc import Iterator

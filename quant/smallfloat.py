@@ -8,7 +8,7 @@ compressed-tensors do). It is done by adding and subtracting ``1.5 · 2^23 · st
 in the last place is then exactly ``step``, so the hardware's own round-to-nearest-even does the work, for
 normals and subnormals alike. The binade, and with it the step, comes from the exponent bits in eager mode (two passes)
 and, compiled, from Rump's two-multiplication formula, because inductor vectorizes float arithmetic on CPU but not
-bit casts (2.3 times the speed). The trap: the arithmetic must be fp32 and must not be contracted or
+bit casts. The trap: the arithmetic must be fp32 and must not be contracted or
 reassociated; inductor keeps it so on CPU (``-ffp-contract=off``), and a test compares the bits.
 """
 
