@@ -1,4 +1,4 @@
-"""Answers written by the low-bit target itself, in batches with a KV cache.
+"""Answers written by the low-bit target itself, in batches with a cache.
 
 On-policy text is most of what a draft head gains from knowing the served model, so the answers come from
 the same simulated target that supplies states and logits. Answers are kept as token ids: no text is
@@ -112,7 +112,9 @@ class _Rows:
 
     def advance(self, target: LowBitTarget, tokens: Tensor) -> None:
         self.last = target.states(tokens[:, None], cache=self.cache, lengths=self.lengths).last_hidden[:, 0]
-        self.lengths = self.lengths + self.going
+        kept = self.going.to(self.lengths.dtype)  # [B]
+        self.cache.commit(torch.zeros_like(tokens)[:, None], kept)
+        self.lengths = self.lengths + kept
 
 
 def _prefilled(
@@ -121,7 +123,7 @@ def _prefilled(
     device = target.device
     lengths = torch.tensor([len(p) for p in prompts], device=device)  # [B]
     cache = target.new_cache(int(lengths.max()) + max_new_tokens)
-    states = target.states(right_padded(prompts).to(device), cache=cache, lengths=torch.zeros_like(lengths))
+    states = target.prefill(right_padded(prompts).to(device), lengths, cache=cache)
     last = states.last_hidden[torch.arange(len(indices), device=device), lengths - 1]  # [B, H]
     return _Rows(indices, lengths, last, torch.ones_like(lengths, dtype=torch.bool), cache)
 
@@ -160,10 +162,10 @@ def on_policy_examples(
     path = cache_dir / "answers" / f"{key}.jsonl" if cache_dir else None
     if path and path.is_file():
         return [_example(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-    dialogs = [_Dialog(c) for c in conversations]
+    dialogs = [Dialog(c) for c in conversations]
     speakers = [d for d in dialogs if d.advance()]  # speakers[i]: whose turn prompt i is
 
-    def next_prompt(dialog: _Dialog) -> list[int]:
+    def next_prompt(dialog: Dialog) -> list[int]:
         prompt = prompt_ids(tokenizer, dialog.history)
         _check_room(dialog.conversation, len(prompt), settings.max_new_tokens, target.context_length)
         dialog.prompt = prompt
@@ -201,7 +203,7 @@ def on_policy_examples(
     return examples
 
 
-class _Dialog:
+class Dialog:
     """A conversation that is being answered: its history so far and the user turns still to come."""
 
     def __init__(self, conversation: Conversation) -> None:

@@ -6,7 +6,7 @@ messages in a row are turns that the assistant answers one after the other.
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,12 @@ class Conversation:
     category: str
     messages: tuple[Message, ...]
     source: str
+
+    @property
+    def opening(self) -> "Conversation":
+        """Only what stands up to the first user message: a question not yet answered."""
+        first = next(i for i, m in enumerate(self.messages) if m.role == "user")
+        return replace(self, messages=self.messages[: first + 1])
 
 
 def demo_file(split: str) -> Path:

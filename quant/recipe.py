@@ -174,6 +174,13 @@ class Recipe:
         return any(r.has_static_inputs for r in self.rules) or any(r.needs_calibration for r in about_attention)
 
     @property
+    def scales_whole_passes(self) -> str:
+        """The activation format whose scale spans every token of a pass; empty if every token stands for itself."""
+        schemes = (rule.activation_scheme for rule in self.rules)
+        spanning = (s.name for s in schemes if s and s.rows is None and s.scale != "static" and not s.has_global_scale)
+        return next(spanning, "")
+
+    @property
     def is_auto(self) -> bool:
         """Whether a quantized checkpoint is to be served as it is (``auto``, ``auto+kvfp8``)."""
         return not self.rules and re.split(r"[+@]", self.name)[0] == "auto"

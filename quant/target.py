@@ -5,11 +5,12 @@ layers, the *input* of layer ``k``, which transformers calls ``hidden_states[k]`
 taken after the final norm; logits come from it through the model's own output head, only where asked.
 """
 
-import hashlib
-import json
+import inspect
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib import resources
 from typing import Any, Literal
 
@@ -20,16 +21,21 @@ from transformers import AutoTokenizer
 
 from bitdraft.quant.apply import Applied, apply_recipe
 from bitdraft.quant.attention.apply import apply_to_attention
-from bitdraft.quant.attention.kv_cache import SlotCache
+from bitdraft.quant.attention.kv_cache import WITH_STATES, SlotCache
+from bitdraft.quant.attention.layer_kinds import LayerKinds, layer_kinds
 from bitdraft.quant.checkpoints.attach import attach
 from bitdraft.quant.checkpoints.cache_scales import stored_rounding
+from bitdraft.quant.fingerprint import digest_of, fingerprint_of
 from bitdraft.quant.linear import LowBitLinear
 from bitdraft.quant.loading import first_line, load_model, placed, placed_text, read_config, stored_checkpoint
 from bitdraft.quant.profiles import profile_named
 from bitdraft.quant.recipe import Recipe
+from bitdraft.quant.recurrent.by_level import WatchedCache, by_level, modules_with_states
 from bitdraft.quant.transforms import TransformedInput
 
 CompileChoice = Literal["auto", "on", "off"]
+
+_FINAL_NORMS = ("norm", "final_layernorm", "norm_f", "embedding_norm")  # Falcon-H1, Mamba, LFM2
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class TargetStates:
     """What a head sees of the target."""
 
     captured: Tensor  # [B, T, A, H] residual streams at the capture ids, in the target's dtype
-    last_hidden: Tensor  # [B, T, H] after the final norm
+    last_hidden: Tensor  # [B, T, H] after the final norm, in the target's dtype
 
 
 class LowBitTarget:
@@ -64,7 +70,8 @@ class LowBitTarget:
 
     @property
     def context_length(self) -> int:
-        return int(self.config.max_position_embeddings)
+        """Tokens that a sequence may have; ``sys.maxsize`` for a model that counts no positions (Mamba-2)."""
+        return int(getattr(self.config, "max_position_embeddings", None) or sys.maxsize)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -92,19 +99,37 @@ class LowBitTarget:
 
     @property
     def final_norm(self) -> nn.Module:
-        return self.decoder.norm
+        """What makes the last hidden state of the last residual stream; ``ValueError`` where its name is not known."""
+        norm: nn.Module | None = next(
+            (getattr(self.decoder, n) for n in _FINAL_NORMS if hasattr(self.decoder, n)), None
+        )
+        if norm is not None:
+            return norm
+        raise ValueError(
+            f"{self.name}: {type(self.decoder).__name__} has no final norm (quant/target.py, _FINAL_NORMS)"
+        )
 
     def new_cache(self, slots: int) -> SlotCache:
-        """An empty cache for sequences of up to ``slots`` tokens; ``ValueError`` if an attention kind has none."""
-        kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
-        if getattr(self.config, "sliding_window", None) and getattr(self.config, "use_sliding_window", True):
-            kinds.add("sliding_attention")
-        if kinds != {"full_attention"}:
+        """An empty cache for sequences of up to ``slots`` tokens; ``ValueError`` for a kind of layer without one."""
+        return SlotCache(self._kinds.memories, slots, self.applied.cache)
+
+    @cached_property
+    def _kinds(self) -> LayerKinds:
+        return layer_kinds(self.model, self.name)
+
+    @cached_property
+    def _with_states(self) -> dict[nn.Module, int]:
+        """The modules that read recurrent or convolution states, and the number of their layer."""
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        cache = WatchedCache(self._kinds.memories, 2, self.applied.cache)
+        found = modules_with_states(self.decoder, cache, lambda: self.prefill(tokens, tokens[:, 0] + 2, cache=cache))
+        silent = {i for i, memory in enumerate(self._kinds.memories) if memory in WITH_STATES} - set(found.values())
+        if silent:
             raise ValueError(
-                f"{self.name} has layers of kind {', '.join(sorted(kinds - {'full_attention'}))}, "
-                "for which decoding has no cache yet (quant/attention/kv_cache.py): use a full-attention target"
+                f"{self.name}: layer {min(silent)} is recurrent but keeps its state elsewhere than in transformers' "
+                "cache, where drafts cannot branch off it: use another target"
             )
-        return SlotCache(self.layers, slots, self.applied.cache)
+        return found
 
     @torch.no_grad()
     def states(
@@ -114,32 +139,77 @@ class LowBitTarget:
         capture: Sequence[int] = (),
         cache: SlotCache | None = None,
         lengths: Tensor | None = None,
+        parents: Tensor | None = None,
     ) -> TargetStates:
         """Run the decoder.
 
         ``input_ids``: ``[B, T]``, padded on the right (a causal model's real tokens never see the padding).
-        With ``cache``, ``lengths`` ``[B]`` tells how many tokens each row already has; the new ones follow.
+        With ``cache``, ``lengths`` ``[B]`` tells how many tokens each row already has; the new ones follow, one
+        after the other or, with ``parents`` ``[B, T]``, as the nodes of a tree (-1 at its root). ``cache.commit`` says
+        afterwards which of them stay.
         """
-        streams: dict[int, Tensor] = {}
-        handles = [self.decoder.layers[k].register_forward_pre_hook(_keep(streams, k)) for k in capture]
-        try:
-            if cache is None:
-                out = self.decoder(input_ids=input_ids, use_cache=False)
-            else:
-                assert lengths is not None
-                positions, mask = cache.begin(lengths, input_ids.shape[1])
-                out = self.decoder(
-                    input_ids=input_ids, position_ids=positions, attention_mask=mask, cache=cache, use_cache=True
+        if cache is None:
+            return self._run(input_ids, capture, use_cache=False)
+        assert lengths is not None
+        with_states = self._with_states if cache.has_states else {}  # found before the pass begins
+        positions, mask = cache.begin(lengths, input_ids.shape[1], parents)
+        with by_level(with_states, cache):
+            return self._run(input_ids, capture, **self._through(cache, positions, mask))
+
+    @torch.no_grad()
+    def prefill(
+        self, input_ids: Tensor, lengths: Tensor, *, cache: SlotCache, capture: Sequence[int] = ()
+    ) -> TargetStates:
+        """Run prompts into an empty ``cache`` and keep them: ``[B, T]``, padded on the right behind ``lengths`` ``[B]``
+        tokens each. States of the padding are of no use.
+
+        Padding would enter a recurrent state, so where there is one, prompts of one length run together, without any.
+        """
+        if not cache.has_states:  # keys of the padding lie behind every row's tokens: never seen, overwritten
+            return self.states(input_ids, capture=capture, cache=cache, lengths=torch.zeros_like(lengths))
+        batch, longest = input_ids.shape
+        order: list[Tensor] = []
+        found: TargetStates | None = None
+        for length in lengths.unique().tolist():
+            rows = (lengths == length).nonzero()[:, 0]
+            few = cache if not order else self.new_cache(cache.slots)
+            positions, mask = few.begin(torch.zeros_like(lengths[rows]), length, stays=True)
+            some = self._run(input_ids[rows, :length], capture, **self._through(few, positions, mask))
+            if found is None:
+                found = TargetStates(
+                    *(x.new_zeros(batch, longest, *x.shape[2:]) for x in (some.captured, some.last_hidden))
                 )
+            found.captured[rows, :length], found.last_hidden[rows, :length] = some.captured, some.last_hidden
+            if few is not cache:
+                cache.join(few)
+            order.append(rows)
+        assert found is not None
+        cache.keep_rows(torch.cat(order).argsort())
+        return found
+
+    def _through(self, cache: SlotCache, positions: Tensor, mask: Tensor) -> dict[str, Any]:
+        """What the decoder is told in the pass that ``cache`` has begun."""
+        additive = self.dtype if self.config._attn_implementation == "eager" else None
+        told = {"cache": cache, "use_cache": True, "attention_mask": self._kinds.masks(cache, mask, additive)}
+        if "position_ids" in inspect.signature(self.decoder.forward).parameters:
+            told["position_ids"] = positions
+        return told
+
+    def _run(self, input_ids: Tensor, capture: Sequence[int], **options: Any) -> TargetStates:
+        streams: dict[int, Tensor] = {}
+        handles = [
+            self.decoder.layers[k].register_forward_pre_hook(_keep(streams, k), with_kwargs=True) for k in capture
+        ]
+        try:
+            last = self.decoder(input_ids=input_ids, **options).last_hidden_state
         finally:
             for handle in handles:
                 handle.remove()
             self.applied.forget()
-        last = out.last_hidden_state
         captured = (
             torch.stack([streams[k] for k in capture], dim=2) if capture else last.new_empty(*last.shape[:2], 0, 0)
         )
-        return TargetStates(captured, last)
+        return TargetStates(captured.to(self.dtype), last.to(self.dtype))  # residual streams may be fp32 (Mamba-2)
 
     def logits(self, last_hidden: Tensor) -> Tensor:
         """``[..., H]`` → ``[..., V]`` in the target's dtype, with the architecture's own soft cap or scale."""
@@ -158,6 +228,7 @@ class LowBitTarget:
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         """What the architecture does to the output head's product before it is called logits."""
+        logits = logits * getattr(self.config, "lm_head_multiplier", 1.0)  # Falcon-H1
         if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits
@@ -169,8 +240,8 @@ class LowBitTarget:
 
 
 def _keep(streams: dict[int, Tensor], k: int) -> Any:
-    def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        streams[k] = args[0]
+    def hook(_module: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+        streams[k] = args[0] if args else options["hidden_states"]
 
     return hook
 
@@ -230,7 +301,7 @@ def load_target(
     else:
         fingerprint = fingerprint_of(model)
         if calibration is not None and (recipe.has_static_inputs or recipe.looks_at_inputs):
-            recipe = replace(recipe, calibrated_on=_digest(calibration))
+            recipe = replace(recipe, calibrated_on=digest_of(calibration))
         elif recipe.has_static_inputs and not recipe.looks_at_inputs:  # a page is too little for those
             calibration = calibration_ids(load_tokenizer(target, trust_remote_code=trust_remote_code))
         moved = placed_text(model, calibration or ())
@@ -249,40 +320,11 @@ def _compute_exactly(target: LowBitTarget) -> None:
             layer.exact_product = target.recipe.exact_product
 
 
-def _digest(calibration: Sequence[Tensor]) -> str:
-    """16 hex digits over the token ids, in order."""
-    digest = hashlib.sha256()
-    for ids in calibration:
-        digest.update(f"{tuple(ids.shape)}".encode() + ids.to("cpu", torch.int64).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
 def calibration_ids(tokenizer: Any) -> list[Tensor]:
     """The shipped calibration text, one ``[1, T]`` tensor of token ids per paragraph."""
     text = resources.files("bitdraft.quant").joinpath("calibration.txt").read_text(encoding="utf-8")
     paragraphs = [p for p in text.split("\n\n") if p.strip()]
     return [torch.tensor([tokenizer(p, add_special_tokens=False)["input_ids"]]) for p in paragraphs]
-
-
-_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
-
-
-def fingerprint_of(model: nn.Module, scales: Mapping[str, Tensor] | None = None) -> str:
-    """16 hex digits over the architecture and a sample of every weight: equal for equal models anywhere.
-
-    ``scales``: what the weights of a quantized checkpoint are still to be multiplied by, and the scales of its inputs.
-    Samples (64 values per tensor) instead of all bytes, so that an 8B model costs a moment.
-    """
-    config: Any = model.config
-    described = {k: v for k, v in config.to_dict().items() if k not in _NOT_THE_MODEL}
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
-    for name, weight in [*sorted(model.named_parameters()), *sorted((scales or {}).items())]:
-        flat = weight.detach().reshape(-1)
-        # Steps of a large prime wander over all rows and columns.
-        index = torch.arange(64, device=flat.device) * 1_000_003 % flat.numel()
-        digest.update(f"{name}{tuple(weight.shape)}".encode())
-        digest.update(flat[index].float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 @torch.no_grad()

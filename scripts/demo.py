@@ -10,7 +10,7 @@ Four heads are trained on the same prompts, with the same answer tokens per step
     medusa  on the MXFP4 target
 
 Each is exported, loaded back and measured on both targets by speculative decoding of held-out prompts. A second
-run reuses every finished part. Ends with runs/demo/acceptance.json and report.md.
+run reuses every finished part. Ends with runs/demo/acceptance.json, report.md and report.html.
 """
 
 import json
@@ -19,23 +19,23 @@ import time
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import tyro
 
 from bitdraft.data.demo_target import resolve_target
 from bitdraft.data.sources import demo_file, read_conversations
-from bitdraft.quant.files import sha256_of, write_text_atomically
+from bitdraft.quant.files import write_text_atomically
 from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import LowBitTarget, load_target, load_tokenizer
 from bitdraft.speculators.eagle3 import Eagle3Config
-from bitdraft.speculators.export import load_head
 from bitdraft.speculators.medusa import MedusaConfig
-from bitdraft.speculators.metrics import Acceptance, length_difference_interval
-from bitdraft.train import acceptance
 from bitdraft.train.config import AcceptanceConfig, AnswersConfig, CheckpointConfig, OptimConfig, RunConfig
-from bitdraft.train.config_io import to_plain
-from bitdraft.train.environment import default_dtype, give_memory_back, machine_facts, read_environment, stop_cleanly
+from bitdraft.train.drafters import DrafterSpec
+from bitdraft.train.environment import default_dtype, give_memory_back, read_environment, stop_cleanly
+from bitdraft.train.matrix import Bench, Cell, MeasureConfig
+from bitdraft.train.prompt_sets import PromptSet
+from bitdraft.train.report import headline, write_report
 from bitdraft.train.run import run
 
 
@@ -98,7 +98,6 @@ class Progress:
 
 
 def main(options: Options) -> None:
-    low = Path(options.quant).stem
     arms = [
         Arm("eagle3", "none", "none"),
         Arm("eagle3", options.quant, options.quant),
@@ -117,19 +116,29 @@ def main(options: Options) -> None:
         progress.next()
         run(_run_config(options, arm), environment)
         give_memory_back()
-    cells: list[dict[str, Any]] = []
-    counts: dict[tuple[str, str, str, int], list[Acceptance]] = {}
+    measured = options.measured
+    config = MeasureConfig(
+        draft_length=measured.draft_lengths,
+        batch_size=(measured.batch_size,),
+        max_new_tokens=measured.max_new_tokens,
+        check=measured.check,
+        seed=options.seed,
+    )
+    cells: list[Cell] = []
     for served in ("none", options.quant):
         progress.next()
-        cells += _measure(options, arms, served, resolve_target(options.target, environment.cache_dir), counts)
+        cells += _measure(options, arms, served, resolve_target(options.target, environment.cache_dir), config)
         give_memory_back()
-    report = _report(options, low, cells, counts)
-    write_text_atomically(
-        options.output_dir / "acceptance.json",
-        json.dumps({"command": " ".join(["python", *sys.argv]), "seed": options.seed, "cells": cells}, indent=2) + "\n",
-    )
-    write_text_atomically(options.output_dir / "report.md", report)
-    print(f"\n{report}\nnumbers: {options.output_dir / 'acceptance.json'}")
+    matrix = {
+        "version": 1,
+        "command": " ".join(["python", *sys.argv]),
+        "date": date.today().isoformat(),
+        "seed": options.seed,
+        "cells": cells,
+    }
+    write_text_atomically(options.output_dir / "acceptance.json", json.dumps(matrix, indent=2) + "\n")
+    text, page = write_report(matrix, options.output_dir)
+    print(f"\n{headline(matrix)}\nreport: {text}, {page}\nnumbers: {options.output_dir / 'acceptance.json'}")
     failed = sum(r["lossless_failed"] for c in cells for r in c["results"])
     if failed:
         print(f"error: {failed} answers differ from plain decoding by more than rounding", file=sys.stderr)
@@ -154,93 +163,20 @@ def _run_config(options: Options, arm: Arm) -> RunConfig:
     )
 
 
-def _measure(
-    options: Options, arms: list[Arm], served: str, name: str, counts: dict[tuple[str, str, str, int], list[Acceptance]]
-) -> list[dict[str, Any]]:
-    """Cells of one target, each kept in a file of its own so that a second run need not measure again."""
-    settings = options.measured
-    target: LowBitTarget | None = None
-    prompts: acceptance.PromptSet | None = None
-    cells = []
-    for arm in arms:
-        export = options.output_dir / arm.folder / "export"
-        kept = options.output_dir / arm.folder / f"served-{Path(served).stem}.json"
-        key = {"head": sha256_of(export / "manifest.json"), "settings": to_plain(settings)}
-        content = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
-        if content.get("key") != key:
-            if target is None:
-                target = load_target(name, load_recipe(served), dtype=default_dtype("cpu"))
-                tokenizer = load_tokenizer(name)
-                data = settings.data or [demo_file("heldout")]
-                conversations = read_conversations(data)
-                prompts = acceptance.prompt_set(target, tokenizer, conversations, acceptance.set_name(data), settings)
-            assert prompts is not None
-            print(f"{arm.kind} trained on {arm.trained_on}, served on {served}:")
-            results = acceptance.measure(target, load_head(export, target), tokenizer, prompts, settings)
-            print(acceptance.table(results), flush=True)
-            cell = {
-                "trained_on": arm.trained_on,
-                "served_on": served,
-                "kind": arm.kind,
-                **acceptance.document(target, str(export), prompts, results),
-            }
-            per_prompt = {str(m.draft_length): [[p.passes, *p.accepted_at] for p in m.per_prompt] for m in results}
-            content = {"key": key, "cell": cell, "per_prompt": per_prompt}
-            write_text_atomically(kept, json.dumps(content) + "\n")
-        cells.append(content["cell"])
-        for length, rows in content["per_prompt"].items():
-            counts[arm.kind, arm.trained_on, served, int(length)] = [
-                Acceptance(int(length), 1, passes, tuple(accepted)) for passes, *accepted in rows
-            ]
-    return cells
+def _measure(options: Options, arms: list[Arm], served: str, name: str, config: MeasureConfig) -> list[Cell]:
+    """All heads on one target."""
 
+    def load(model: str, quant: str) -> LowBitTarget:
+        return load_target(model, load_recipe(quant), dtype=default_dtype("cpu"))
 
-def _report(
-    options: Options, low: str, cells: list[dict[str, Any]], counts: dict[tuple[str, str, str, int], list[Acceptance]]
-) -> str:
-    """The table that this is about, as Markdown."""
-    length = options.measured.draft_lengths[0]
-    first = cells[0]["results"][0]
-    names = {"none": "bf16", options.quant: low.upper()}
-    lines = [
-        f"Acceptance length (tokens per target pass) and acceptance rate, greedy, {length} drafted tokens per pass, "
-        f"{first['prompts']} held-out prompts × {options.measured.max_new_tokens} tokens:",
-        "",
-        f"| head | trained on | served in bf16 | served in {low.upper()} |",
-        "|---|---|---|---|",
-    ]
-    rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    for cell in cells:
-        result = next(r for r in cell["results"] if r["draft_length"] == length)
-        rows.setdefault((cell["kind"], cell["trained_on"]), {})[cell["served_on"]] = result
-    for (kind, trained_on), served in rows.items():
-        base, _, text = trained_on.partition(", text of ")
-        label = names[base] + (f" states, {names[text]} text" if text else "")
-        shown = [
-            f"{r['acceptance_length']:.3f} ({r['acceptance_rate']:.1%})"
-            for r in (served["none"], served[options.quant])
-        ]
-        lines.append(f"| {kind} | {label} | {shown[0]} | {shown[1]} |")
-    lines.append("")
-    for k in options.measured.draft_lengths:
-        ours = counts["eagle3", options.quant, options.quant, k]
-        for other, label in (
-            ("none", "bf16"),
-            (f"none, text of {options.quant}", f"bf16 states on {low.upper()} text"),
-        ):
-            point, least, most = length_difference_interval(ours, counts["eagle3", other, options.quant, k])
-            lines.append(
-                f"- served in {low.upper()}, {k} drafted: trained on {low.upper()} minus trained on {label}: "
-                f"{point:+.3f} acceptance length, 95 % interval {least:+.3f} … {most:+.3f}"
-            )
-    facts = machine_facts()
-    lines += [
-        "",
-        f"`{' '.join(['python', *sys.argv])}`, seed {options.seed}, {date.today().isoformat()}, "
-        f"{facts['threads']} threads, {facts['machine']} {facts['device']}, {cells[0]['dtype']}, "
-        f"torch {facts['torch']}, transformers {facts['transformers']}.",
-    ]
-    return "\n".join(lines) + "\n"
+    target = load(name, served)
+    data = options.measured.data or (demo_file("heldout"),)
+    heldout = PromptSet("+".join(p.stem for p in data), tuple(read_conversations(data)[: options.measured.prompts]))
+    traffic = PromptSet("traffic", tuple(read_conversations([demo_file("traffic")])))
+    bench = Bench(target, load_tokenizer(name), [heldout], traffic, load, config, options.output_dir / "cells")
+    specs = [DrafterSpec(str(options.output_dir / arm.folder / "export")) for arm in arms]
+    cells = bench.cells(specs, lambda what: print(f"\n{what}:", flush=True))
+    return [{**cell, "trained_on": arm.trained_on} for arm, cell in zip(arms, cells, strict=True)]
 
 
 if __name__ == "__main__":

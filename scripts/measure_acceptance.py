@@ -1,38 +1,48 @@
-"""What an exported head accepts, measured by real speculative decoding on held-out prompts.
+"""What heads accept, measured by real speculative decoding on held-out prompts.
 
-    python scripts/measure_acceptance.py --target demo --target-quant mxfp4 --heads runs/eagle3-mxfp4/export \\
-        --data prompts.jsonl --draft-length 3 4 5 --max-new-tokens 64 --out acceptance.json
+    python scripts/measure_acceptance.py --target-quant mxfp4 --heads runs/eagle3-mxfp4/export --out acceptance.json
+    python scripts/measure_acceptance.py --compare runs/eagle3-none/export runs/eagle3-mxfp4/export --report report
+    python scripts/measure_acceptance.py --heads runs/eagle3-mxfp4/export ngram none --tree dynamic --temperature 0 1
 
-Greedy chains. The answers of the first ``--check`` prompts are compared with plain decoding; the script fails
-(exit code 1) if one differs by more than rounding.
+A head is an export folder, or a baseline: `none` (plain decoding), `ngram` (prompt lookup), `self=RECIPE` (the
+target's own form under another recipe, as in `--target-quant nvfp4a16 --heads self=nvfp4`) or
+`model=FOLDER_OR_ID[:RECIPE]`. The greedy answers of the first `--check` prompts are compared with plain decoding; the
+script fails (exit code 1) if one differs by more than rounding.
 """
 
 import json
 import sys
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from bitdraft.data.calibration import CalibrationConfig, calibration_text
 from bitdraft.data.demo_target import resolve_target
+from bitdraft.data.heldout import load_set
 from bitdraft.data.sources import demo_file, read_conversations
 from bitdraft.quant.files import write_text_atomically
 from bitdraft.quant.profiles import load_recipe_for
-from bitdraft.quant.target import CompileChoice, load_target, load_tokenizer
-from bitdraft.speculators.export import load_head, recipe_of_head
-from bitdraft.train import acceptance
-from bitdraft.train.config import AcceptanceConfig
-from bitdraft.train.environment import chosen_dtype, read_environment, stop_cleanly
+from bitdraft.quant.target import CompileChoice, LowBitTarget, load_target, load_tokenizer
+from bitdraft.train.drafters import DrafterSpec
+from bitdraft.train.environment import chosen_dtype, give_memory_back, read_environment, stop_cleanly
+from bitdraft.train.matrix import Bench, Cell, MeasureConfig
+from bitdraft.train.prompt_sets import PromptSet
+from bitdraft.train.report import write_report
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Measure the acceptance of an exported head on a target in simulated low bit."""
+    """Measure what draft heads accept on a target in simulated low bit."""
 
-    heads: Path
-    """Exported head: the export folder of a run."""
+    heads: tuple[str, ...] = ()
+    """Export folders of runs, or baselines: none, ngram, self=RECIPE, model=FOLDER_OR_ID."""
+    compare: tuple[str, ...] = ()
+    """Heads for the gap matrix: each is served on every recipe that one of them was trained on (or `--served-on`)."""
+    served_on: tuple[str, ...] = ()
+    """Recipes to serve on, instead of `--target-quant`."""
     target: str = "demo"
     """Model folder or hub id; `demo` is the embedded SmolLM2-135M-Instruct."""
     target_quant: str = "mxfp4"
@@ -41,14 +51,17 @@ class Options:
     """Who computes: `plain`, or an engine on a chip, as in vllm-sm90 (docs/numerics.md)."""
     data: tuple[Path, ...] = ()
     """JSONL files of prompts, measured one by one; by default the shipped held-out prompts."""
-    prompts: int = 80
-    """How many prompts of each file, in order."""
-    draft_length: tuple[int, ...] = (3, 4, 5)
-    """Drafted tokens per pass."""
-    max_new_tokens: int = 64
-    batch_size: int = 48
-    check: int = 8
-    """Prompts per file whose answers are compared with plain decoding."""
+    sets: tuple[str, ...] = ()
+    """Named held-out sets (docs/heldout-sets.md): demo, gsm8k, mt-bench, humaneval, spec-bench, …"""
+    set_dir: Path | None = None
+    """Folder with local files of the named sets; by default they come from the hub."""
+    prompts: int | None = None
+    """How many prompts of each file or set, in order; by default 80 of a file, and of a set what peers take."""
+    category: tuple[str, ...] = ()
+    """Only prompts of these categories."""
+    traffic: tuple[Path, ...] = ()
+    """JSONL files of prompts that confidence and sparse trees are fitted on; by default the shipped traffic prompts."""
+    measure: Annotated[MeasureConfig, tyro.conf.OmitArgPrefixes] = field(default_factory=MeasureConfig)
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """`auto` is bfloat16 where the hardware multiplies it."""
     device: str = "cpu"
@@ -57,58 +70,102 @@ class Options:
     trust_remote_code: bool = False
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     out: Path | None = None
-    """Where to write the numbers as JSON."""
+    """Where to write the numbers as JSON; cells that are finished stay in OUT.cells and are not measured again."""
+    report: Path | None = None
+    """Folder for report.md and report.html."""
 
     def __post_init__(self) -> None:
-        if not self.draft_length or min(self.draft_length) < 1:
-            raise ValueError("--draft-length needs numbers of at least 1")
-        for name in ("prompts", "max_new_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+        if bool(self.heads) == bool(self.compare):
+            raise ValueError("give either --heads or --compare, with export folders or baselines")
+        if self.prompts is not None and self.prompts < 1:
+            raise ValueError("--prompts must be at least 1")
+
+    @property
+    def specs(self) -> list[DrafterSpec]:
+        return [DrafterSpec(head) for head in self.heads or self.compare]
+
+    @property
+    def recipes(self) -> list[str]:
+        """What the target is served with, one after the other."""
+        if self.served_on or not self.compare:
+            return list(self.served_on or (self.target_quant,))
+        trained = dict.fromkeys(spec.trained_on for spec in self.specs)
+        return [recipe for recipe in trained if recipe] or [self.target_quant]
 
 
 def main(options: Options) -> None:
-    recipe = load_recipe_for(options.target_quant, options.target_profile)
-    files = options.data or (demo_file("heldout"),)
-    sets = [(path.stem, read_conversations([path])) for path in files]
-    name = resolve_target(options.target, read_environment().cache_dir)
-    dtype = chosen_dtype(options.dtype, options.device)
+    sets = [
+        PromptSet(path.stem, tuple(read_conversations([path])[: options.prompts or 80]))
+        for path in options.data or (() if options.sets else (demo_file("heldout"),))
+    ]
+    sets += [
+        PromptSet(name, tuple(load_set(name, folder=options.set_dir, prompts=options.prompts))) for name in options.sets
+    ]
+    if options.category:
+        sets = [prompts.of_category(options.category) for prompts in sets]
+    traffic = PromptSet("traffic", tuple(read_conversations(options.traffic or [demo_file("traffic")])))
+    specs, recipes = options.specs, options.recipes
+    count = len(recipes) * len(specs) * len(options.measure.temperature) * len(options.measure.batch_size)
+    started: list[str] = []
+
+    def announce(what: str) -> None:
+        started.append(what)
+        print(f"\n[{len(started)}/{count}] {what}", flush=True)
+
+    cells: list[Cell] = []
+    for recipe in recipes:
+        target = _load(options, options.target, recipe)
+        print(target.recipe.computed_by)
+        tokenizer = load_tokenizer(target.name, trust_remote_code=options.trust_remote_code)
+        kept = options.out.with_suffix(".cells") if options.out else None
+        bench = Bench(
+            target, tokenizer, sets, traffic, lambda name, quant: _load(options, name, quant), options.measure, kept
+        )
+        cells += bench.cells(specs, announce)
+        del target, bench
+        give_memory_back()
+    matrix = {
+        "version": 1,
+        "command": " ".join(["python", *sys.argv]),
+        "date": date.today().isoformat(),
+        "seed": options.measure.seed,
+        "cells": cells,
+    }
+    if options.out:
+        about = {key: matrix[key] for key in ("command", "date", "seed")}
+        content = {**cells[0], **about} if len(cells) == 1 else matrix
+        write_text_atomically(options.out, json.dumps(content, indent=2) + "\n")
+    if options.report:
+        for path in write_report(matrix, options.report):
+            print(f"report: {path}")
+    _stop_if_lossy(cells)
+
+
+def _load(options: Options, name: str, quant: str) -> LowBitTarget:
+    recipe = load_recipe_for(quant, options.target_profile if quant != "none" else "plain")
+    name = resolve_target(name, read_environment().cache_dir)
     tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
-    target = load_target(
+    return load_target(
         name,
         recipe,
-        dtype=dtype,
+        dtype=chosen_dtype(options.dtype, options.device),
         device=options.device,
         compile_quantizer=options.compile_quantizer,
         calibration=calibration_text(options.calibration, recipe, tokenizer),
         trust_remote_code=options.trust_remote_code,
     )
-    head = load_head(options.heads, target)
-    trained_on = recipe_of_head(options.heads).get("recipe", "unknown")
-    print(target.recipe.computed_by)
-    print(f"{head.kind} head trained on {trained_on}, served on {recipe.name}, {str(dtype).removeprefix('torch.')}")
-    how = AcceptanceConfig(
-        prompts=options.prompts,
-        draft_lengths=options.draft_length,
-        max_new_tokens=options.max_new_tokens,
-        batch_size=options.batch_size,
-        check=options.check,
-    )
-    everything: dict[str, list[object]] = {"results": []}
-    failures = []
-    for set_name, conversations in sets:
-        prompts = acceptance.prompt_set(target, tokenizer, conversations, set_name, how)
-        results = acceptance.measure(target, head, tokenizer, prompts, how)
-        print(f"\n{set_name}: {len(prompts.ids)} prompts, up to {options.max_new_tokens} new tokens, greedy")
-        print(acceptance.table(results))
-        described = acceptance.document(target, str(options.heads), prompts, results)
-        everything = {**described, "results": [*everything["results"], *described["results"]]}
-        failures += [failure for m in results for failure in m.lossless.failures]
-    if options.out:
-        everything["command"] = [" ".join(["python", *sys.argv])]
-        write_text_atomically(options.out, json.dumps(everything, indent=2) + "\n")
-    if failures:
-        print(f"error: not lossless: {failures[0]} ({len(failures)} in all)", file=sys.stderr)
+
+
+def _stop_if_lossy(cells: list[dict[str, Any]]) -> None:
+    failed = [(cell, r) for cell in cells for r in cell["results"] if r["lossless_failed"]]
+    if failed:
+        cell, first = failed[0]
+        print(
+            f"error: not lossless: {cell['head']} on {cell['served_on']}, {first['set']}, draft length "
+            f"{first['draft_length']}: {first['lossless_failures'][0]} "
+            f"({sum(r['lossless_failed'] for _, r in failed)} in all)",
+            file=sys.stderr,
+        )
         sys.exit(1)
 
 

@@ -9,7 +9,7 @@ Writes gap.json, gap.md and gap.png into ``--out``; docs/gap.md says how to read
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -30,7 +30,6 @@ from bitdraft.quant.recipe import Recipe
 from bitdraft.quant.target import CompileChoice, LowBitTarget, load_target, load_tokenizer
 from bitdraft.speculators.eagle3 import default_capture_layers
 from bitdraft.train import gap
-from bitdraft.train.acceptance import first_turn
 from bitdraft.train.environment import chosen_dtype, machine_facts, read_environment, stop_cleanly
 from bitdraft.train.gap_report import draw, report
 
@@ -79,7 +78,7 @@ def main(options: Options) -> None:
     recipes = _recipes(options.recipes, options.target_profile)
     print(f"profile {options.target_profile}")
     files = options.data or (demo_file("heldout"),)
-    asked = [replace(c, messages=tuple(first_turn(c))) for c in read_conversations(files)[: options.prompts]]
+    asked = [c.opening for c in read_conversations(files)[: options.prompts]]
     cache = read_environment().cache_dir
     name = resolve_target(options.target, cache)
     dtype = chosen_dtype(options.dtype, options.device)

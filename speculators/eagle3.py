@@ -102,7 +102,8 @@ class Eagle3Head(DraftHead):
         with torch.no_grad():
             head.capture_scale.copy_(_capture_scale(target, tuple(layers)))
             head.lm_head.weight.copy_(target.output_weight[vocab.target_ids.to(target.device)])
-            head.norm.weight.copy_(target.final_norm.weight)  # type: ignore[arg-type]
+            # What the norm multiplies by, which some architectures store as the difference from 1.
+            head.norm.weight.copy_(target.final_norm(target.output_weight.new_full((target.hidden_size,), 64.0)))
         return head
 
     def start_from(self, batches: StartBatches) -> None:
@@ -162,38 +163,51 @@ class Eagle3Head(DraftHead):
         width = self.shape.hidden_size
         return self.fc.weight.detach() * self.capture_scale.repeat_interleave(width)
 
-    def new_state(self, slots: int) -> "Eagle3State":
+    def new_state(self, slots: int, cache: SlotCache) -> "Eagle3State":
+        del cache
         return Eagle3State(SlotCache(1, slots))
 
-    @torch.no_grad()
-    def draft(self, context: DraftContext, state: DraftState, k: int) -> Tensor:
+    def first(self, context: DraftContext, state: DraftState) -> Tensor:
         assert isinstance(state, Eagle3State)
-        g = self.fuse(context.captured)
-        g = rows_at(self._step(state, context.next_tokens, g, context.start), context.newest)[:, None]  # [B, 1, H]
-        position = context.start + context.newest
-        drafts = [self._propose(g)]
-        for ahead in range(1, k):
-            g = self._step(state, drafts[-1], g, position + ahead)
-            drafts.append(self._propose(g))
-        return torch.cat(drafts, dim=1)
+        positions, mask = state.cache.begin(context.start, context.next_tokens.shape[1])
+        g = self._step(state, context.next_tokens, self.fuse(context.captured), positions, mask)
+        state.g = rows_at(g, context.newest)[:, None]  # [B, 1, H]
+        state.lengths, state.depth = context.lengths, 0
+        state.lineage = state.g.new_zeros(len(g), 1, 0, dtype=torch.bool)
+        return self._logits(state.g)[:, 0]
 
-    def _step(self, state: "Eagle3State", tokens: Tensor, g: Tensor, start: Tensor) -> Tensor:
-        """Run the layer over ``T`` rows that begin at ``start`` ``[B]``, behind the keys already kept."""
-        positions, mask = state.cache.begin(start, tokens.shape[1])
+    def following(self, state: DraftState, tokens: Tensor, parents: Tensor) -> Tensor:
+        assert isinstance(state, Eagle3State)
+        assert state.g is not None and state.lengths is not None and state.lineage is not None
+        batch, width = tokens.shape
+        itself = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
+        state.lineage = torch.cat([rows_at(state.lineage, parents), itself], dim=-1)  # [B, W, M]
+        mask = state.cache.begin_level(state.lengths, state.lineage)
+        positions = (state.lengths + state.depth)[:, None].expand_as(tokens)
+        state.g = self._step(state, tokens, rows_at(state.g, parents), positions, mask)
+        state.depth += 1
+        return self._logits(state.g)
+
+    def _step(self, state: "Eagle3State", tokens: Tensor, g: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """Run the layer over ``T`` rows at ``positions`` ``[B, T]``, in the pass that the cache has begun."""
         u = self.layer.inputs(embedding(tokens, self._borrowed_embedding), g)
         keys, values = state.cache.layers[0].update(*self.layer.keys_values(u, positions))
         q = self.layer.queries(u, positions)
         return self.layer.finish(g, grouped_attention(q, keys, values, mask))
 
-    def _propose(self, g: Tensor) -> Tensor:
-        return self.to_target_ids(self.lm_head(self.norm(g)).argmax(-1))  # [B, 1]
+    def _logits(self, g: Tensor) -> Tensor:
+        return self.lm_head(self.norm(g))
 
 
 class Eagle3State(DraftState):
-    """Keys and values of the draft layer."""
+    """Keys and values of the draft layer, and where one pass's drafting stands."""
 
     def __init__(self, cache: SlotCache) -> None:
         self.cache = cache
+        self.g: Tensor | None = None  # [B, W, H] states of the nodes drafted last
+        self.lengths: Tensor | None = None  # [B] rows before the drafts
+        self.lineage: Tensor | None = None  # [B, W, M] which of the M drafts each of those nodes descends from
+        self.depth = 0
 
     def keep_rows(self, rows: Tensor) -> None:
         self.cache.keep_rows(rows)

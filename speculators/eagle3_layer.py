@@ -12,6 +12,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 # B sequence, T row (position), N attention head, D head dimension, H hidden.
 
 
+_NORM_EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")  # LFM2, Mamba-2
+_POSITIONS = 32_768  # what an export says of a target that counts no positions
+
+
 @dataclass(frozen=True)
 class LayerShape:
     """The decoder layer's shape, taken from the target; also what the export writes down."""
@@ -27,16 +31,26 @@ class LayerShape:
 
     @classmethod
     def of_target(cls, config: Any) -> "LayerShape":
-        heads = config.num_attention_heads
+        """The target's own shape, with what a Llama layer needs and the target lacks filled in.
+
+        A target without attention (Mamba-2) gets heads of 64, three times the hidden size in the MLP and Llama's
+        rotation. The rotation covers the whole head also where the target's covers a part, and is that of its full
+        attention where kinds of layers differ.
+        """
+        heads, width = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
+        if heads is None:  # a ``head_dim`` would be that of its states
+            heads, width = max(config.hidden_size // 64, 1), 64
+        rotation = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10_000.0}
+        rotation = rotation.get("full_attention", rotation)
         return cls(
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
+            intermediate_size=getattr(config, "intermediate_size", None) or 3 * config.hidden_size,
             num_attention_heads=heads,
             num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            rms_norm_eps=config.rms_norm_eps,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=dict(config.rope_parameters),
+            head_dim=width or config.hidden_size // heads,
+            rms_norm_eps=next(getattr(config, name) for name in _NORM_EPSILONS if hasattr(config, name)),
+            max_position_embeddings=getattr(config, "max_position_embeddings", None) or _POSITIONS,
+            rope_parameters={k: v for k, v in rotation.items() if k != "partial_rotary_factor"},
         )
 
     def llama_config(self) -> LlamaConfig:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
+from bitdraft.quant.attention.kv_cache import SlotCache
 from bitdraft.quant.target import LowBitTarget, TargetStates
-from bitdraft.speculators.base import DraftContext, DraftHead, DraftState, Stateless, rows_at
+from bitdraft.speculators.base import DraftContext, DraftHead, DraftState, rows_at
 from bitdraft.speculators.vocab import DraftVocab
 
 
@@ -80,19 +81,35 @@ class MedusaHead(DraftHead):
         hidden = rows_at(states.last_hidden, rows).float()
         return torch.stack([block(hidden) for block in self.blocks])
 
-    def new_state(self, slots: int) -> DraftState:
-        del slots
-        return Stateless()
+    def new_state(self, slots: int, cache: SlotCache) -> "MedusaState":
+        del slots, cache
+        return MedusaState()
 
-    @torch.no_grad()
-    def draft(self, context: DraftContext, state: DraftState, k: int) -> Tensor:
-        hidden = rows_at(context.last_hidden, context.newest)  # [B, H]
-        drafts = []
-        for index, block in enumerate(self.blocks[:k]):
-            weight = self.lm_heads[index].weight if self.config.own_output else self._borrowed_output
-            assert isinstance(weight, Tensor)
-            drafts.append(linear(block(hidden).to(weight.dtype), weight).argmax(-1))
-        return torch.stack(drafts, dim=1)
+    def first(self, context: DraftContext, state: DraftState) -> Tensor:
+        assert isinstance(state, MedusaState)
+        state.hidden, state.depth = rows_at(context.last_hidden, context.newest), 0
+        return self._logits(state)
+
+    def following(self, state: DraftState, tokens: Tensor, parents: Tensor) -> Tensor:
+        assert isinstance(state, MedusaState)
+        state.depth += 1
+        return self._logits(state)[:, None].expand(-1, tokens.shape[1], -1)  # whatever the tokens are
+
+    def _logits(self, state: "MedusaState") -> Tensor:
+        weight = self.lm_heads[state.depth].weight if self.config.own_output else self._borrowed_output
+        assert isinstance(weight, Tensor) and state.hidden is not None
+        return linear(self.blocks[state.depth](state.hidden).to(weight.dtype), weight)
+
+
+class MedusaState(DraftState):
+    """Where one pass's drafting stands; nothing lasts longer."""
+
+    def __init__(self) -> None:
+        self.hidden: Tensor | None = None  # [B, H]
+        self.depth = 0
+
+    def keep_rows(self, rows: Tensor) -> None:
+        del rows
 
 
 class _Blocks(nn.Module):

@@ -20,7 +20,13 @@ MAY_IMPORT = {
 }
 LONGEST_FILE = 350
 HEAVY = {"transformers", "accelerate", "deepspeed", "peft"}
-MEETS_MODELS = ("quant/loading.py", "quant/target.py", "quant/attention/kv_cache.py", "quant/attention/packed.py")
+MEETS_MODELS = (
+    "quant/loading.py",
+    "quant/target.py",
+    "quant/attention/kv_cache.py",
+    "quant/attention/layer_kinds.py",
+    "quant/attention/packed.py",
+)
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 LOAD = ("torch", "load")
 # Libraries that a script in train/ or scripts/ would hide, because Python puts a script's folder first on its path.

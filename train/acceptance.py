@@ -1,172 +1,195 @@
-"""Measuring acceptance: real speculative decoding of held-out prompts, as a document and a table."""
+"""Measuring acceptance: real speculative decoding of held-out prompts."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tqdm import tqdm
 
-from bitdraft.data.chat import end_of_turn_ids, prompt_ids
-from bitdraft.data.sources import Conversation, Message
+from bitdraft.data.chat import Example, end_of_turn_ids
 from bitdraft.quant.target import LowBitTarget
-from bitdraft.speculators.base import DraftHead
-from bitdraft.speculators.decode import Generation, Seconds, generate
+from bitdraft.speculators.base import Drafter
+from bitdraft.speculators.decode import Rule, Seconds, generate
+from bitdraft.speculators.drafting import DraftPlan
 from bitdraft.speculators.lossless import Lossless, compare_with_plain
-from bitdraft.speculators.metrics import Acceptance, length_interval, total
-from bitdraft.train.config import AcceptanceConfig
-from bitdraft.train.environment import RunFailed, machine_facts
+from bitdraft.speculators.metrics import Acceptance, total
+from bitdraft.speculators.sampling import Sampling
+from bitdraft.train.environment import RunFailed
+from bitdraft.train.prompt_sets import Dialogs, PromptSet
+
+FEW_PASSES = 100
+"""Passes below which an acceptance says little."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """What decides the answers besides target, drafter and prompts."""
+
+    max_new_tokens: int
+    batch_size: int
+    rule: Rule = field(default_factory=Rule)
 
 
 @dataclass(frozen=True)
-class PromptSet:
-    """Named prompts, as token ids."""
+class Decoded:
+    """A set's answers and what they took."""
 
-    name: str
-    ids: tuple[str, ...]
-    prompts: tuple[tuple[int, ...], ...]
+    per_prompt: list[Acceptance]
+    """One per conversation, all its turns together."""
+    traces: list[list[tuple[list[float], int]]]
+    """Per conversation, what ``Generation.trace`` holds."""
+    answers: list[list[Example]]
+    """Per conversation, its answered turns."""
+    seconds: Seconds
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(e.answer) for turns in self.answers for e in turns)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds.total
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One draft length's result, with the per-prompt counts that intervals need."""
+    """One draft plan's result, with the per-prompt counts that intervals need."""
 
-    draft_length: int
-    per_prompt: list[Acceptance]
-    seconds: Seconds
+    plan: DraftPlan | None
+    decoded: Decoded
     lossless: Lossless
+    warnings: list[str]
+
+    @property
+    def draft_length(self) -> int:
+        return self.plan.length if self.plan else 0
+
+    @property
+    def per_prompt(self) -> list[Acceptance]:
+        return self.decoded.per_prompt
 
     @property
     def total(self) -> Acceptance:
         return total(self.per_prompt, self.draft_length)
 
 
-def prompt_set(
+def decode(
     target: LowBitTarget,
+    drafter: Drafter | None,
     tokenizer: Any,
-    conversations: Sequence[Conversation],
-    name: str,
-    how: AcceptanceConfig,
-) -> PromptSet:
-    """The first ``how.prompts`` prompts: each conversation up to its first user message, not yet answered.
+    prompts: PromptSet,
+    plan: DraftPlan | None,
+    how: Decoding,
+    report: Callable[[int], object] = lambda turns: None,
+) -> Decoded:
+    """Answer every conversation, turn by turn; ``report`` is called with the number of turns answered.
 
     Raises ``ValueError`` for a prompt that leaves no room for its answer and drafts in the target's context.
     """
-    new_tokens = how.max_new_tokens + max(how.draft_lengths) + 1
-    ids, prompts = [], []
-    for conversation in conversations[: how.prompts]:
-        tokens = prompt_ids(tokenizer, first_turn(conversation))
-        if len(tokens) + new_tokens > target.context_length:
-            raise ValueError(
-                f"{conversation.source}: the prompt has {len(tokens)} tokens, which with {new_tokens} new ones exceeds "
-                f"the target's context of {target.context_length}"
-            )
-        ids.append(conversation.id)
-        prompts.append(tuple(tokens))
-    return PromptSet(name, tuple(ids), tuple(prompts))
-
-
-def first_turn(conversation: Conversation) -> list[Message]:
-    """Everything up to the first user message."""
-    first = next(i for i, m in enumerate(conversation.messages) if m.role == "user")
-    return list(conversation.messages[: first + 1])
+    end_ids = end_of_turn_ids(target.model, tokenizer)
+    room = how.max_new_tokens + (plan.nodes if plan else 0) + 1
+    dialogs = Dialogs(prompts, tokenizer, target.context_length, room)
+    count = len(prompts.conversations)
+    counts = [Acceptance.none(plan.length if plan else 0) for _ in range(count)]
+    traces: list[list[tuple[list[float], int]]] = [[] for _ in range(count)]
+    seconds, number = Seconds(), 0
+    while turn := dialogs.next_turn():
+        # Every turn of every prompt has random numbers of its own.
+        rule = replace(how.rule, seed=how.rule.seed + 7919 * number)
+        done, took = generate(
+            target,
+            drafter,
+            turn.prompts,
+            plan=plan,
+            rule=rule,
+            max_new_tokens=how.max_new_tokens,
+            end_ids=end_ids,
+            batch_size=how.batch_size,
+            report=report,
+        )
+        seconds, number = seconds + took, number + 1
+        for row, generation in zip(turn.rows, done, strict=True):
+            counts[row] += generation.counts
+            traces[row] += generation.trace
+        dialogs.answered(turn, [g.tokens for g in done], end_ids)
+    per_prompt = [replace(c, prompts=1) for c in counts]
+    return Decoded(per_prompt, traces, dialogs.examples(), seconds)
 
 
 def measure(
     target: LowBitTarget,
-    head: DraftHead,
+    drafter: Drafter,
     tokenizer: Any,
     prompts: PromptSet,
-    how: AcceptanceConfig,
+    plans: Sequence[DraftPlan],
+    how: Decoding,
+    *,
+    check: int,
 ) -> list[Measured]:
-    """Decode ``prompts`` greedily at every draft length; compare ``how.check`` answers with plain decoding."""
-    end_ids = end_of_turn_ids(target.model, tokenizer)
-    shared = {"max_new_tokens": how.max_new_tokens, "end_ids": end_ids, "batch_size": how.batch_size}
-    plain, _ = generate(target, None, prompts.prompts[: how.check], draft_length=0, **shared)  # type: ignore[arg-type]
+    """Decode ``prompts`` under every plan; compare the first ``check`` conversations with plain decoding.
+
+    The comparison is greedy, whatever the temperature: it tells whether drafting and verification are sound.
+    """
     results = []
-    with tqdm(
-        total=len(prompts.ids) * len(how.draft_lengths), unit="prompt", desc=f"acceptance on {prompts.name}"
-    ) as bar:
-        for k in how.draft_lengths:
-            done, seconds = generate(
-                target,
-                head,
-                prompts.prompts,
-                draft_length=k,
-                report=bar.update,
-                **shared,  # type: ignore[arg-type]
-            )
-            results.append(Measured(k, [g.acceptance() for g in done], seconds, _check(target, prompts, done, plain)))
+    turns = sum(m.role == "user" for c in prompts.conversations for m in c.messages)
+    plain: dict[tuple[int, ...], list[int]] = {}
+    with tqdm(total=turns * len(plans), unit="prompt", desc=f"acceptance on {prompts.name}") as bar:
+        for plan in plans:
+            done = decode(target, drafter, tokenizer, prompts, plan, how, bar.update)
+            checked = prompts.first(check)
+            if how.rule.sampling.is_greedy:
+                same = done.answers[:check]
+            else:
+                greedy = replace(how, rule=Rule())
+                same = decode(target, drafter, tokenizer, checked, replace(plan, sampling=Sampling()), greedy).answers
+            lossless = _compare(target, tokenizer, [e for turns in same for e in turns], plain, how)
+            results.append(Measured(plan, done, lossless, _warnings(prompts, plan, done)))
     return results
 
 
-def _check(target: LowBitTarget, prompts: PromptSet, done: list[Generation], plain: list[Generation]) -> Lossless:
-    n = len(plain)
-    mine, its = [g.tokens for g in done[:n]], [g.tokens for g in plain]
-    return compare_with_plain(target, prompts.ids[:n], prompts.prompts[:n], mine, its)
+def plain_result(done: Decoded) -> Measured:
+    """Plain decoding as a measurement: one token per pass, nothing to compare."""
+    return Measured(None, done, Lossless(0, 0, ()), [])
 
 
-def document(target: LowBitTarget, head: str, prompts: PromptSet, results: Sequence[Measured]) -> dict[str, Any]:
-    """``acceptance.json``. ``conditional``: given that all positions before were accepted."""
-    return {
-        "version": 1,
-        "target": target.name,
-        "target_fingerprint": target.fingerprint,
-        "recipe": target.recipe.name,
-        "recipe_fingerprint": target.recipe.fingerprint,
-        "head": head,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "temperature": 0.0,
-        "machine": machine_facts(),
-        "results": [_result(prompts.name, m) for m in results],
-    }
+def _compare(
+    target: LowBitTarget,
+    tokenizer: Any,
+    drafted: Sequence[Example],
+    plain: dict[tuple[int, ...], list[int]],
+    how: Decoding,
+) -> Lossless:
+    """Plain decoding of the same prompts, remembered in ``plain``, against the drafted answers."""
+    missing = [e.prompt for e in drafted if e.prompt not in plain]
+    done, _ = generate(
+        target,
+        None,
+        missing,
+        max_new_tokens=how.max_new_tokens,
+        end_ids=end_of_turn_ids(target.model, tokenizer),
+        batch_size=how.batch_size,
+    )
+    plain.update({prompt: g.tokens for prompt, g in zip(missing, done, strict=True)})
+    return compare_with_plain(
+        target,
+        [e.id for e in drafted],
+        [e.prompt for e in drafted],
+        [e.answer for e in drafted],
+        [plain[e.prompt] for e in drafted],
+    )
 
 
-def _result(set_name: str, measured: Measured) -> dict[str, Any]:
-    counts, seconds = measured.total, measured.seconds
-    return {
-        "set": set_name,
-        "draft_length": counts.draft_length,
-        "prompts": counts.prompts,
-        "passes": counts.passes,
-        "drafted": counts.drafted,
-        "accepted": counts.accepted,
-        "emitted": counts.emitted,
-        "acceptance_rate": counts.rate,
-        "acceptance_length": counts.length,
-        "per_position": counts.per_position,
-        "conditional": counts.conditional,
-        "ci95": list(length_interval(measured.per_prompt)),
-        "seconds": {"draft": seconds.draft, "verify": seconds.verify, "other": seconds.other},
-        "lossless_checked": measured.lossless.checked,
-        "lossless_failed": measured.lossless.failed,
-        "lossless_excused_near_ties": measured.lossless.excused,
-    }
-
-
-_COLUMNS = (
-    "draft  acceptance       95 %        acceptance  accepted /             seconds                 accepted at\n"
-    "length   length       interval         rate       drafted     passes  draft verify  other  position 1, 2, …"
-)
-
-
-def table(results: Sequence[Measured]) -> str:
-    """The same numbers for a person."""
-    lines = [_COLUMNS]
-    for m in results:
-        c, s = m.total, m.seconds
-        low, high = length_interval(m.per_prompt)
-        positions = " ".join(f"{a:.2f}" for a in c.per_position)
-        seconds = f"{s.draft:>6.1f} {s.verify:>6.1f} {s.other:>6.1f}"
-        lines.append(
-            f"{c.draft_length:>5} {c.length:>10.3f}   {low:6.3f} … {high:<6.3f} {c.rate:>9.1%} "
-            f"{c.accepted:>8} /{c.drafted:>6} {c.passes:>8} {seconds}  {positions}"
-        )
-        if m.lossless.checked:
-            excused = f", {m.lossless.excused} part at a near-tie" if m.lossless.excused else ""
-            verdict = f"{m.lossless.checked} checked, {m.lossless.failed} failed{excused}"
-            lines.append(f"      equal to plain decoding: {verdict}")
-    return "\n".join(lines)
+def _warnings(prompts: PromptSet, plan: DraftPlan, done: Decoded) -> list[str]:
+    longest = max((len(e.answer) for turns in done.answers for e in turns), default=0)
+    passes = sum(p.passes for p in done.per_prompt)
+    if longest <= plan.length:
+        return [
+            f"{prompts.name}: no answer is longer than {longest} tokens, of which {plan.length} are drafted at once: "
+            "acceptance from so few passes means little"
+        ]
+    if passes < FEW_PASSES:
+        return [f"{prompts.name}: acceptance from only {passes} passes means little: measure more prompts"]
+    return []
 
 
 def require_lossless(results: Sequence[Measured]) -> None:
@@ -174,7 +197,3 @@ def require_lossless(results: Sequence[Measured]) -> None:
     for m in results:
         if m.lossless.failures:
             raise RunFailed(f"draft length {m.draft_length} is not lossless: {m.lossless.failures[0]}")
-
-
-def set_name(paths: Sequence[Path]) -> str:
-    return "+".join(p.stem for p in paths)

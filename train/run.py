@@ -31,15 +31,18 @@ from bitdraft.quant.profiles import load_recipe_for
 from bitdraft.quant.recipe import Recipe
 from bitdraft.quant.target import LowBitTarget, load_target, load_tokenizer
 from bitdraft.speculators.base import DraftHead, check_layers
+from bitdraft.speculators.drafting import DraftPlan
 from bitdraft.speculators.eagle3 import Eagle3Config
 from bitdraft.speculators.export import export_head, load_head
 from bitdraft.speculators.registry import HEADS
 from bitdraft.speculators.vocab import DraftVocab, default_draft_size
-from bitdraft.train import acceptance
+from bitdraft.train.acceptance import Decoding, measure, require_lossless
+from bitdraft.train.acceptance_document import document, result, table
 from bitdraft.train.config import RunConfig
 from bitdraft.train.config_io import to_plain, to_yaml
 from bitdraft.train.environment import Environment, chosen_dtype
 from bitdraft.train.loop import train
+from bitdraft.train.prompt_sets import PromptSet
 
 _MAY_DIFFER = ("resume", "checkpoint", "acceptance", "tracker", "output_dir", "compile_quantizer", "states")
 """Fields that may change between a run and its resumption."""
@@ -269,12 +272,23 @@ def _export_and_measure(
     if not config.acceptance.draft_lengths:
         return
     measured = config.acceptance
-    name = acceptance.set_name(measured.data or [demo_file("heldout")])
-    prompts = acceptance.prompt_set(target, tokenizer, heldout, name, measured)
-    results = acceptance.measure(target, load_head(out.export, target), tokenizer, prompts, measured)
-    print(acceptance.table(results))
-    document = acceptance.document(target, str(out.export), prompts, results)
-    document["settings"] = to_plain(measured)
-    write_text_atomically(out.acceptance, json.dumps(document, indent=2) + "\n")
-    acceptance.require_lossless(results)
+    name = "+".join(path.stem for path in measured.data or [demo_file("heldout")])
+    prompts = PromptSet(name, tuple(heldout[: measured.prompts]))
+    how = Decoding(max_new_tokens=measured.max_new_tokens, batch_size=measured.batch_size)
+    plans = [DraftPlan(length=length) for length in measured.draft_lengths]
+    results = measure(target, load_head(out.export, target), tokenizer, prompts, plans, how, check=measured.check)
+    print(table(results))
+    content = document(
+        target,
+        head=str(out.export),
+        kind=head.kind,
+        trained_on=target.recipe.name,
+        plan=plans[0],
+        how=how,
+        results=[result(prompts, m) for m in results],
+        warnings=[text for m in results for text in m.warnings],
+    )
+    content["settings"] = to_plain(measured)
+    write_text_atomically(out.acceptance, json.dumps(content, indent=2) + "\n")
+    require_lossless(results)
     print(f"head: {out.export}\nacceptance: {out.acceptance}")

@@ -1,131 +1,186 @@
-"""A KV cache in which every row of a batch has its own length.
+"""A KV cache in which every row of a batch has its own length, and what else a model's layers remember.
 
 Rows of a batch accept different numbers of drafted tokens, so their sequences grow apart. Here the slot of
 a key is its position: row ``b`` with ``n`` tokens fills slots ``0 … n-1``, and a pass over ``T`` new tokens
 writes slots ``n … n+T-1``. Tokens that are rejected afterwards need no removal: the next pass starts at the
 row's new length and overwrites them, and the mask never lets a query see a slot beyond its own position.
 
+The new tokens of a pass may be the nodes of a tree. Node ``i`` then fills slot ``n + i`` while its position is ``n +
+depth``, and sees the past, its ancestors and itself. ``commit`` moves the accepted path's keys to the slots of their
+positions.
+
+Layers with a recurrent or convolution state have a store of another kind beside the keys or in their place; all stores
+follow one interface (``quant/recurrent/state_store.py``).
+
 A low-bit cache rounds keys and values when they are written. Attention reads them back in every pass, also the one that
 brings them: a pass without a cache goes through a ``PassCache``, which keeps nothing and rounds alike.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from bitdraft.quant.attention.key_slots import KeysAndStates, KeySlots, Nothing, ReadBack
+from bitdraft.quant.recurrent.node_states import NodeStates
+from bitdraft.quant.recurrent.state_store import Nodes, StateStore
+
 WORTH_DROPPING = 0.75
 """Share of rows still going at which finished ones are dropped: dropping copies the whole cache of those that stay."""
 
-
-class ReadBack(Protocol):
-    """What a cache makes of the keys and values that are written to it (``quant/attention/kv_rounding.py``)."""
-
-    def read_back(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]: ...
-
-
-class _SlotLayer(CacheLayerMixin):
-    """One attention layer's keys and values, ``[rows, heads, slots, head_dim]`` each.
-
-    Rows come and go in place: memory is asked for once, for the most rows that there have been.
-    """
-
-    is_sliding = False
-
-    def __init__(self, owner: "SlotCache", number: int) -> None:
-        super().__init__()
-        self.owner, self.number = owner, number
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        batch, heads, _, width = key_states.shape
-        self.keys = key_states.new_zeros(batch, heads, self.owner.slots, width)
-        self.values = value_states.new_zeros(batch, heads, self.owner.slots, value_states.shape[-1])
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write the new states to the slots of the running pass; return all slots in use."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if self.owner.rounding is not None:
-            key_states, value_states = self.owner.rounding.read_back(self.number, key_states, value_states)
-        positions_BT, used = self.owner.positions, self.owner.used
-        assert positions_BT is not None and self.keys is not None and self.values is not None
-        batch = len(positions_BT)
-        rows = torch.arange(batch, device=positions_BT.device)[:, None]
-        # Advanced indices around a slice put [B, T] first: [B, T, heads, head_dim].
-        self.keys[rows, :, positions_BT] = key_states.transpose(1, 2)
-        self.values[rows, :, positions_BT] = value_states.transpose(1, 2)
-        return self.keys[:batch, :, :used], self.values[:batch, :, :used]
-
-    def keep_rows(self, rows: Tensor, used: int) -> None:
-        for kept in (self.keys, self.values):
-            assert kept is not None
-            kept[: len(rows), :, :used] = kept[rows, :, :used]
-
-    def join(self, first: int, other: "_SlotLayer", rows: int, used: int) -> None:
-        """Write the ``rows`` rows of ``other`` behind the ``first`` rows here, ``used`` slots of each."""
-        self.keys = _room_for(self.keys, first + rows, self.owner.slots)
-        self.values = _room_for(self.values, first + rows, self.owner.slots)
-        assert other.keys is not None and other.values is not None
-        self.keys[first : first + rows, :, :used] = other.keys[:rows, :, :used]
-        self.values[first : first + rows, :, :used] = other.values[:rows, :, :used]
-        other.keys = other.values = other.keys.new_empty(0)
-
-    def get_seq_length(self) -> int:
-        return self.owner.used
-
-    def get_max_length(self) -> int:
-        return self.owner.slots
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        del query_length
-        return self.owner.used, 0
+LayerMemory = Literal["keys", "states", "keys and states", "nothing"] | Callable[[], StateStore]
+"""What one layer of a model remembers: keys and values, recurrent states, both, nothing, or a store of its own kind."""
+WITH_STATES: tuple[LayerMemory, ...] = ("states", "keys and states")
 
 
 class SlotCache(Cache):
-    """Slot-per-position cache of a whole model. Open each pass with ``begin``; it returns the mask."""
+    """Everything that a model remembers between passes, one ``StateStore`` per layer.
 
-    def __init__(self, layers: int, slots: int, rounding: ReadBack | None = None) -> None:
-        """``layers`` attention layers, ``slots`` positions per row (prompt, answer and drafts together).
+    Open each pass with ``begin``; it returns the mask. Where a layer has more than keys, ``commit`` must follow.
+    """
 
-        ``rounding``: what keys and values become when they are written; ``None`` keeps them as they are.
+    def __init__(self, layers: int | Sequence[LayerMemory], slots: int, rounding: ReadBack | None = None) -> None:
+        """``slots`` positions per row: prompt, answer and drafts together.
+
+        ``layers``: what each layer remembers; a number stands for so many attention layers. ``rounding``: what keys and
+        values become when they are written; ``None`` keeps them as they are.
         """
         self.slots, self.rounding = slots, rounding
         self.rows = 0  # sequences in use; layers may hold room for more
         self.used = 0
-        self.positions: Tensor | None = None  # [B, T] slots that the running pass writes
-        super().__init__(layers=[_SlotLayer(self, number) for number in range(layers)])
+        self.written: Tensor | None = None  # [B, T] slots that the running pass writes
+        self.nodes: Nodes | None = None  # of the running pass
+        self.lengths: Tensor | None = None  # [B] tokens that each row keeps, where states must know
+        memories: Sequence[LayerMemory] = ["keys"] * layers if isinstance(layers, int) else layers
+        self.has_states = any(m not in ("keys", "nothing") for m in memories)
+        super().__init__(layers=[self._store(memory, number) for number, memory in enumerate(memories)])
 
-    def begin(self, lengths_B: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    def _store(self, memory: LayerMemory, number: int) -> Any:
+        match memory:
+            case "keys":
+                return KeySlots(self, number)
+            case "states":
+                return NodeStates()
+            case "keys and states":
+                return KeysAndStates(KeySlots(self, number))
+            case "nothing":
+                return Nothing()
+            case _:
+                return memory()
+
+    def begin(
+        self, lengths_B: Tensor, tokens: int, parents_BT: Tensor | None = None, *, stays: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Start a pass of ``tokens`` new tokens behind the ``lengths_B`` tokens that each row keeps.
 
+        ``parents_BT``: each token's parent in a tree, -1 at its root; by default every token follows the one before.
+        ``stays``: the tokens are prompts, all of which are kept; no ``commit`` follows.
         Returns positions ``[B, T]`` and the mask ``[B, 1, T, S]`` (True: attend) over the ``S`` used slots.
         """
-        steps = torch.arange(tokens, device=lengths_B.device)
-        self.positions = lengths_B[:, None] + steps  # [B, T]
-        self.rows, self.used = len(lengths_B), int(self.positions.max()) + 1
+        nodes = Nodes.chain(lengths_B, tokens, stays=stays) if parents_BT is None else Nodes(lengths_B, parents_BT)
+        if self.has_states:
+            in_order = self.lengths is None or torch.equal(self.lengths, lengths_B)
+            assert in_order, "recurrent states stand behind other tokens than the pass: was the last one committed?"
+        if nodes.is_chain:
+            self._open(lengths_B, tokens)
+            slot = torch.arange(self.used, device=lengths_B.device)
+            mask = (slot <= nodes.positions[..., None])[:, None]
+        else:
+            mask = self.begin_level(lengths_B, nodes.lineage)
+        for layer in self.layers:
+            layer.begin(nodes)
+        self.nodes = nodes
+        if self.has_states:
+            self.lengths = lengths_B + tokens if stays else lengths_B
+        return nodes.positions, mask
+
+    def begin_level(self, lengths_B: Tensor, lineage_BTM: Tensor) -> Tensor:
+        """Start a pass of ``T`` more nodes of a tree whose first ``M - T`` nodes earlier passes have brought.
+
+        ``lineage_BTM``: bool, which of the tree's ``M`` nodes each new one sees, itself included; all of them see the
+        ``lengths_B`` tokens before the tree. Returns the mask ``[B, 1, T, S]``. For layers with keys alone.
+        """
+        tokens, nodes = lineage_BTM.shape[1:]
+        self._open(lengths_B + (nodes - tokens), tokens)
+        slot = torch.arange(self.used, device=lengths_B.device)
+        mask = (slot < lengths_B[:, None])[:, None].repeat(1, tokens, 1)  # [B, T, S]
+        of_node = lengths_B[:, None] + torch.arange(nodes, device=lengths_B.device)  # [B, M]
+        return mask.scatter_(2, of_node[:, None].expand_as(lineage_BTM), lineage_BTM)[:, None]
+
+    def nearer_than(self, window: int) -> Tensor:
+        """``[B, 1, T, S]``: slots fewer than ``window`` positions before each token of the pass that was begun."""
+        assert self.nodes is not None and self.written is not None
+        positions = self.nodes.positions  # [B, T]
+        of_slot = torch.arange(self.used, device=positions.device).repeat(len(positions), 1)  # [B, S]
+        of_slot.scatter_(1, self.written, positions)
+        return (positions[:, :, None] - of_slot[:, None] < window)[:, None]
+
+    def _open(self, first_B: Tensor, tokens: int) -> None:
+        """The running pass writes ``tokens`` slots of each row from ``first_B`` on."""
+        self.written = first_B[:, None] + torch.arange(tokens, device=first_B.device)  # [B, T]
+        self.rows, self.used = len(first_B), int(self.written.max()) + 1
         if self.used > self.slots:
             raise ValueError(f"the cache has {self.slots} slots, the pass needs {self.used}")
-        slot = torch.arange(self.used, device=lengths_B.device)
-        return self.positions, (slot <= self.positions[..., None])[:, None]
+
+    def commit(self, path_BL: Tensor, kept_B: Tensor) -> None:
+        """Keep the first ``kept_B`` nodes of each row's ``path_BL`` and forget the rest of the pass's tokens.
+
+        ``path_BL``: node indices from the root on, int64; what stands behind the kept ones is any node.
+        """
+        assert self.nodes is not None, "there is no open pass"
+        if self.has_states:
+            self.lengths = self.nodes.lengths + kept_B
+        for layer in self.layers:
+            layer.commit(path_BL, kept_B)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Drop all rows but these (ascending indices ``[B']``): finished sequences leave the batch."""
+        """Keep these rows (indices ``[B']``) alone, in this order: finished sequences leave the batch."""
         self.rows = len(rows)
+        if self.lengths is not None:
+            self.lengths = self.lengths[rows]
         for layer in self.layers:
-            if layer.is_initialized:
-                layer.keep_rows(rows, self.used)
+            layer.keep_rows(rows)
 
     def join(self, other: "SlotCache") -> None:
         """Append the rows of ``other``, which is used up; the larger number of slots holds for all."""
         self.slots = max(self.slots, other.slots)
         for layer, more in zip(self.layers, other.layers, strict=True):
-            layer.join(self.rows, more, other.rows, other.used)
+            layer.join(more)
+        if self.lengths is not None and other.lengths is not None:
+            self.lengths = torch.cat([self.lengths, other.lengths])
         self.rows += other.rows
         self.used = max(self.used, other.used)
+
+    # How transformers' layers reach their states.
+
+    def states_of(self, layer: int) -> NodeStates:
+        store = self.layers[layer]
+        assert isinstance(store, NodeStates), f"layer {layer} has states, which its kind does not say"
+        return store
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states_of(layer_idx).read(("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states_of(layer_idx).read(("recurrent", state_idx))
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> Tensor:
+        return self.states_of(layer_idx).extend_conv(conv_states, state_idx, conv_kernel_size)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self.states_of(layer_idx).replace_recurrent(recurrent_states, state_idx)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        del layer_idx
+        return self.used
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        del query_length, layer_idx
+        return self.used, 0
 
 
 class _PassLayer(CacheLayerMixin):
@@ -185,13 +240,3 @@ class ThroughTheCache:
                 "would not do: decode with the cache of LowBitTarget.new_cache"
             )
         return args, options
-
-
-def _room_for(x: Tensor | None, rows: int, slots: int) -> Tensor:
-    """``[B, heads, S, width]`` as it is, or copied into memory with at least ``rows`` rows and ``slots`` slots."""
-    assert x is not None
-    if x.shape[0] >= rows and x.shape[2] >= slots:
-        return x
-    larger = x.new_zeros(max(rows, x.shape[0]), x.shape[1], max(slots, x.shape[2]), x.shape[3])
-    larger[: x.shape[0], :, : x.shape[2]] = x
-    return larger

@@ -32,7 +32,6 @@ from bitdraft.quant.gap import Gap, compare
 from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.recipe import Recipe
 from bitdraft.quant.target import LowBitTarget, load_target, load_tokenizer
-from bitdraft.train.acceptance import first_turn
 from bitdraft.train.environment import machine_facts, read_environment, stop_cleanly
 from bitdraft.train.gap import mean_interval
 
@@ -118,7 +117,7 @@ def main(options: Options) -> None:
         return load_target(name, recipe, dtype=torch.float32)
 
     base = load(NONE)
-    asked = [replace(c, messages=tuple(first_turn(c))) for c in read_conversations([demo_file("heldout")])]
+    asked = [c.opening for c in read_conversations([demo_file("heldout")])]
     settings = AnswerSettings(options.max_new_tokens, batch_size=16)
     ends = end_of_turn_ids(base.model, tokenizer)
     examples = on_policy_examples(base, tokenizer, asked[: options.prompts], settings, end_ids=ends, cache_dir=cache)

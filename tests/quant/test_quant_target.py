@@ -286,11 +286,11 @@ def test_an_architecture_that_changes_its_logits_is_refused(tmp_path: Path) -> N
         load(tmp_path / "granite")
 
 
-def test_decoding_a_sliding_window_target_is_refused(two_layers: Path) -> None:
+def test_decoding_a_target_with_layers_that_no_store_fits_is_refused(two_layers: Path) -> None:
     target = load(two_layers)
-    assert target.new_cache(4).slots == 4
-    target.config.layer_types = ["sliding_attention", "full_attention"]
-    with pytest.raises(ValueError, match="layers of kind sliding_attention"):
+    target.config.layer_types = ["chunked_attention", "full_attention"]
+    target.config.attention_chunk_size = 8
+    with pytest.raises(ValueError, match=r"kind chunked_attention .*DynamicSlidingWindowLayer.*StateStore"):
         target.new_cache(4)
 
 

@@ -6,19 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import VOCAB, tiny_config, tiny_tokenizer
+from tiny import VOCAB, save_tiny_target, tiny_config, tiny_tokenizer
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from bitdraft.quant.attention.kv_cache import SlotCache
 from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import LowBitTarget, load_target
-from bitdraft.speculators.base import DraftHead
+from bitdraft.speculators.base import DraftContext, Drafter, DraftHead, DraftState
+from bitdraft.speculators.drafting import DraftPlan
 from bitdraft.speculators.eagle3 import Eagle3Config, Eagle3Head
 from bitdraft.speculators.export import export_head
 from bitdraft.speculators.medusa import MedusaConfig, MedusaHead
+from bitdraft.speculators.tree import DraftTree, chain_tree
+from bitdraft.speculators.tree_shapes import TreeShape, cartesian
 from bitdraft.speculators.vocab import DraftVocab
 
 MakeEagle3 = Callable[..., Eagle3Head]
 MakeMedusa = Callable[..., MedusaHead]
+QUICK_VOCAB = 12
 
 
 @pytest.fixture(scope="session")
@@ -95,6 +101,131 @@ def prompts() -> list[list[int]]:
     """Eight prompts of different lengths, all beginning with the same token."""
     generator = torch.Generator().manual_seed(1)
     return [[257, *torch.randint(0, 256, (n,), generator=generator).tolist()] for n in (3, 7, 12, 12, 19, 1, 5, 9)]
+
+
+@pytest.fixture(scope="session")
+def quick_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.dtype], LowBitTarget]:
+    """Two narrow layers over 12 tokens: passes of a millisecond, drafts of random heads that are often right."""
+    folder = save_tiny_target(
+        tmp_path_factory.mktemp("quick") / "target",
+        vocab_size=QUICK_VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=None,
+        initializer_range=0.4,
+    )
+    loaded: dict[torch.dtype, LowBitTarget] = {}
+
+    def get(dtype: torch.dtype) -> LowBitTarget:
+        if dtype not in loaded:
+            loaded[dtype] = load_target(str(folder), load_recipe("none"), dtype=dtype, compile_quantizer="off")
+        return loaded[dtype]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def quick_head(make_eagle3: MakeEagle3, make_medusa: MakeMedusa) -> Callable[[str, LowBitTarget], DraftHead]:
+    """``quick_head("eagle3 reduced", target)``: a random head for the quick target that drafts up to 4 tokens."""
+
+    def get(kind: str, target: LowBitTarget) -> DraftHead:
+        if kind == "medusa":
+            return make_medusa(target, heads=4)
+        ids = torch.arange(QUICK_VOCAB) if kind == "eagle3" else torch.tensor([0, 1, 2, 4, 5, 7, 8, 10])
+        return make_eagle3(target, vocab=DraftVocab(ids, QUICK_VOCAB))
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def quick_prompts() -> list[list[int]]:
+    """Eight prompts of different lengths for the quick target, none the beginning of another."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = (3, 7, 12, 12, 17, 1, 5, 9)
+    return [[0, 2 + i, *torch.randint(QUICK_VOCAB, (n,), generator=generator).tolist()] for i, n in enumerate(lengths)]
+
+
+class Known(DraftState):
+    """The tokens of every sequence so far, as the decoding loop has told them."""
+
+    def __init__(self) -> None:
+        self.sequences: list[list[int]] = []
+
+    def keep_rows(self, rows: Tensor) -> None:
+        if self.sequences:  # answers may end before anything is drafted
+            self.sequences = [self.sequences[i] for i in rows.tolist()]
+
+
+class Scripted(Drafter):
+    """Drafts from ``texts``: at each depth the right token stands at the rank that ``ranks(position)`` names.
+
+    ``position`` is where the first draft will stand, and depths behind the last named one have no right token. Behind
+    wrong drafts stand the same tokens as behind the right ones. It finds its place by the tokens that the loop hands
+    over, so a context that lies leads it astray.
+    """
+
+    kind = "scripted"
+    capture_layers = (0, 1)
+
+    def __init__(self, target: LowBitTarget, texts: Sequence[list[int]], ranks: Callable[[int], Sequence[int]]) -> None:
+        self.target, self.texts, self.ranks = target, texts, ranks
+        self.batches: list[int] = []
+
+    def fits(self, target: LowBitTarget) -> None:
+        assert target is self.target
+
+    def new_state(self, slots: int, cache: SlotCache) -> Known:
+        assert slots > 0
+        return Known()
+
+    def propose(self, context: DraftContext, state: DraftState, plan: DraftPlan, uniforms: Tensor) -> DraftTree:
+        assert isinstance(state, Known)
+        batch, rows = context.next_tokens.shape
+        assert context.captured.shape == (batch, rows, len(self.capture_layers), self.target.hidden_size)
+        assert context.last_hidden.shape == (batch, rows, self.target.hidden_size)
+        assert uniforms.shape == (batch, plan.draws)
+        self.batches.append(batch)
+        state.sequences = state.sequences or [[self.texts[0][0]] for _ in range(batch)]  # every prompt begins so
+        shape = plan.shape or cartesian([1] * plan.length)
+        assert isinstance(shape, TreeShape)
+        tokens = torch.tensor([self._row(context, row, known, shape) for row, known in enumerate(state.sequences)])
+        if plan.shape is None:
+            return chain_tree(context.newest_token, tokens)
+        place = {node: i for i, node in enumerate([(), *shape.nodes])}
+        parents = torch.tensor([-1, *(place[node[:-1]] for node in shape.nodes)]).expand(batch, -1)
+        depth = torch.tensor([len(node) for node in place]).expand(batch, -1)
+        tokens = torch.cat([context.newest_token[:, None], tokens], dim=1)
+        return DraftTree(tokens, parents, depth, torch.ones_like(depth, dtype=torch.bool))
+
+    def _row(self, context: DraftContext, row: int, known: list[int], shape: TreeShape) -> list[int]:
+        seen = int(context.start[row]) + 1
+        assert len(known) >= seen, "no token is skipped"
+        del known[seen:]  # a finished sequence that rides along does not advance
+        known += context.next_tokens[row, : int(context.newest[row]) + 1].tolist()
+        text = next((t for t in self.texts if t[: len(known)] == known), None)
+        if text is None:
+            assert context.newest[row] == 0 and known[-1] == known[-2], "only the finished repeat their newest token"
+            return [0] * len(shape)
+        coming = text[len(known) :]
+        assert len(coming) >= shape.depth, "the script ends too early"
+        ranks = [*self.ranks(len(known)), *[-1] * shape.depth]
+        drafts = []
+        for node in shape.nodes:
+            depth, rank = len(node) - 1, node[-1]
+            wrong = (coming[depth] + 1 + rank) % self.target.vocab_size
+            drafts.append(coming[depth] if rank == ranks[depth] else wrong)
+        return drafts
+
+
+@pytest.fixture(scope="session")
+def scripted() -> type[Scripted]:
+    return Scripted
 
 
 @pytest.fixture

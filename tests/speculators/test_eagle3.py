@@ -1,15 +1,21 @@
 """EAGLE-3: what is trained is what drafts, and it sees nothing that drafting would not have."""
 
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hybrids import save_hybrid
 from torch import Tensor
 from torch.nn.functional import linear
 
-from bitdraft.quant.target import LowBitTarget, TargetStates
-from bitdraft.speculators.base import DraftContext
+from bitdraft.quant.attention.kv_cache import SlotCache
+from bitdraft.quant.presets import load_recipe
+from bitdraft.quant.target import LowBitTarget, TargetStates, load_target
+from bitdraft.speculators.base import DraftContext, rows_at
+from bitdraft.speculators.drafting import DraftPlan
 from bitdraft.speculators.eagle3 import Eagle3Config, Eagle3Head, default_capture_layers
 from bitdraft.speculators.vocab import DraftVocab
 
@@ -34,7 +40,7 @@ class Drafting:
 
     def __init__(self, head: Eagle3Head, target: LowBitTarget, sequences: list[list[int]]) -> None:
         self.head, self.target, self.sequences = head, target, [list(s) for s in sequences]
-        self.state = head.new_state(64)
+        self.state = head.new_state(64, SlotCache(1, 64))
         self.logits: list[Tensor] = []
         head.lm_head.register_forward_hook(lambda _module, _args, out: self.logits.append(out[:, 0]))
 
@@ -58,9 +64,10 @@ class Drafting:
             torch.tensor(newest),
         )
         self.logits.clear()
-        drafts = self.head.draft(context, self.state, STEPS)
+        tree = self.head.propose(context, self.state, DraftPlan(length=STEPS), torch.empty(len(first), 0))
         assert len(self.logits) == STEPS
-        return drafts, torch.stack(self.logits)
+        assert tree.is_chain and torch.equal(tree.tokens[:, 0], context.newest_token)
+        return tree.tokens[:, 1:], torch.stack(self.logits)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +102,46 @@ def test_drafting_computes_what_training_computes(
         expected = training_logits(head, target, told, lengths[b] + count)
         torch.testing.assert_close(logits[:, row], expected, rtol=1e-4, atol=1e-4)
         assert second[row].tolist() == head.to_target_ids(expected.argmax(-1)).tolist()
+
+
+def levels_of(generator: torch.Generator, batch: int, above: int, width: int) -> tuple[Tensor, Tensor]:
+    """Random tokens and parents of one depth, ``[B, W]`` each; several nodes may share a parent, and some have none."""
+    tokens = torch.randint(0, 256, (batch, width), generator=generator)
+    return tokens, torch.randint(0, above, (batch, width), generator=generator)
+
+
+@pytest.mark.parametrize("size", [320, 96])
+def test_a_node_s_logits_are_those_of_a_chain_along_its_path(
+    exact_target: LowBitTarget, make_eagle3: MakeEagle3, size: int
+) -> None:
+    """A tree of random shape for three sequences of different lengths, in two passes, in fp64."""
+    head, generator = make_eagle3(exact_target, size=size), torch.Generator().manual_seed(4)
+    lengths, width = torch.tensor([6, 9, 4]), [1, 3, 5, 4]
+    batch = len(lengths)
+    tree_state, chain_state = (head.new_state(64, SlotCache(1, 64)) for _ in range(2))
+    start = torch.zeros_like(lengths)
+    for _ in range(2):
+        rows = int((lengths - start).max())
+        sequences = torch.randint(0, 256, (batch, int(lengths.max()) + rows + 1), generator=generator)
+        captured = exact_target.states(sequences, capture=head.capture_layers).captured
+        at = start[:, None] + torch.arange(rows)
+        context = DraftContext(
+            rows_at(captured, at), torch.empty(batch, rows, 0), rows_at(sequences, at + 1), start, lengths - start - 1
+        )
+        with torch.no_grad():
+            logits = [head.first(context, tree_state)[:, None]]
+            levels = [levels_of(generator, batch, *pair) for pair in pairwise(width)]
+            logits += [head.following(tree_state, *level) for level in levels]
+            for leaf in range(width[-1]):
+                paths, node = [], torch.full((batch, 1), leaf)
+                for tokens, parents in reversed(levels):
+                    paths.append((tokens.gather(1, node), node))
+                    node = parents.gather(1, node)
+                head.first(context, chain_state)
+                for (token, here), expected in zip(reversed(paths), logits[1:], strict=True):
+                    alone = head.following(chain_state, token, torch.zeros_like(token))
+                    torch.testing.assert_close(alone, rows_at(expected, here), rtol=1e-10, atol=1e-10)
+        start, lengths = lengths, lengths + torch.tensor([2, 1, 3])
 
 
 def test_a_row_sees_states_up_to_itself_and_tokens_up_to_its_step(
@@ -193,3 +240,12 @@ def test_capture_layers_must_ascend_within_the_target(target: LowBitTarget, laye
 def test_a_config_names_the_field_that_is_wrong(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"eagle3\.{field} must .*{value}"):
         Eagle3Config(**{field: value})  # type: ignore[arg-type]
+
+
+def test_a_fresh_norm_multiplies_as_the_targets_does(tmp_path: Path, make_eagle3: MakeEagle3) -> None:
+    """Gemma's norms multiply by 1 + weight."""
+    folder = save_hybrid("gemma3", tmp_path / "target")
+    target = load_target(str(folder), load_recipe("none"), dtype=torch.float32, compile_quantizer="off")
+    x = torch.randn(3, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    head = make_eagle3(target)
+    torch.testing.assert_close(head.norm(x), target.final_norm(x))

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from bitdraft.quant.target import LowBitTarget
 from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.decode import generate
+from bitdraft.speculators.drafting import DraftPlan
 from bitdraft.speculators.eagle3 import Eagle3Head
 from bitdraft.speculators.export import export_head, load_head, recipe_of_head
 
@@ -122,7 +123,7 @@ def test_an_export_read_back_is_the_same_head(
         assert torch.equal(
             head.training_outputs(states, tokens, rows)[:2], loaded.training_outputs(states, tokens, rows)[:2]
         )
-    shared: dict[str, Any] = {"draft_length": 2, "max_new_tokens": 10, "end_ids": set(), "batch_size": 3}
+    shared: dict[str, Any] = {"plan": DraftPlan(length=2), "max_new_tokens": 10, "end_ids": set(), "batch_size": 3}
     drafted = [generate(rounded, h, tokens.tolist(), **shared)[0] for h in (head, loaded)]
     assert drafted[0] == drafted[1]
 

@@ -14,13 +14,14 @@ from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import LowBitTarget, load_target
 from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.decode import generate
+from bitdraft.speculators.drafting import DraftPlan
 from bitdraft.speculators.lossless import Lossless, compare_with_plain, gap_and_noise, must_be_identical
 
 Prompts = list[list[int]]
 
 
 def plain_answers(target: LowBitTarget, prompts: Prompts) -> Prompts:
-    done, _ = generate(target, None, prompts, draft_length=0, max_new_tokens=8, end_ids=set(), batch_size=len(prompts))
+    done, _ = generate(target, None, prompts, max_new_tokens=8, end_ids=set(), batch_size=len(prompts))
     return [g.tokens for g in done]
 
 
@@ -92,8 +93,8 @@ def test_rounding_alone_is_no_failure(
     generator = torch.Generator().manual_seed(1)
     asked = [[257, *torch.randint(0, 256, (2 + i,), generator=generator).tolist()] for i in range(48)]
     shared: dict[str, Any] = {"max_new_tokens": 40, "end_ids": set()}
-    alone, _ = generate(target, None, asked, draft_length=0, batch_size=48, **shared)
-    helped, _ = generate(target, make_eagle3(target), asked, draft_length=3, batch_size=16, **shared)
+    alone, _ = generate(target, None, asked, batch_size=48, **shared)
+    helped, _ = generate(target, make_eagle3(target), asked, plan=DraftPlan(length=3), batch_size=16, **shared)
     names = [str(i) for i in range(len(asked))]
     result = compare_with_plain(target, names, asked, [g.tokens for g in helped], [g.tokens for g in alone])
     assert result.failures == ()

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from bitdraft.quant.attention.kv_cache import SlotCache
 from bitdraft.quant.target import LowBitTarget
 from bitdraft.speculators.base import DraftContext
+from bitdraft.speculators.drafting import DraftPlan
 from bitdraft.speculators.medusa import MedusaConfig, MedusaHead
 from bitdraft.speculators.vocab import DraftVocab
 
@@ -26,16 +28,23 @@ def logits_of(head: MedusaHead, outputs: Tensor) -> Tensor:
     return torch.stack([linear(out, weight if weight.ndim == 2 else weight[k]) for k, out in enumerate(outputs)])
 
 
-def drafts_after(head: MedusaHead, last_hidden: Tensor, newest: Tensor, k: int) -> Tensor:
+def context_of(last_hidden: Tensor, newest: Tensor) -> DraftContext:
     batch, length = last_hidden.shape[:2]
-    context = DraftContext(
+    return DraftContext(
         torch.empty(batch, length, 0, 0),
         last_hidden,
         torch.zeros(batch, length, dtype=torch.int64),
         torch.zeros(batch, dtype=torch.int64),
         newest,
     )
-    return head.draft(context, head.new_state(32), k)
+
+
+def drafts_after(head: MedusaHead, last_hidden: Tensor, newest: Tensor, k: int) -> Tensor:
+    context = context_of(last_hidden, newest)
+    state = head.new_state(32, SlotCache(1, 32))
+    tree = head.propose(context, state, DraftPlan(length=k), torch.empty(len(newest), 0))
+    assert torch.equal(tree.tokens[:, 0], context.newest_token)
+    return tree.tokens[:, 1:]
 
 
 @own_or_shared
@@ -76,6 +85,21 @@ def test_drafting_computes_what_training_computes(
     assert len(set(drafts[0].tolist())) > 1, "different heads should disagree, or nothing was compared"
     for k in (1, 3):
         assert torch.equal(drafts_after(head, states.last_hidden, newest, k), drafts[:, :k])
+
+
+def test_every_node_of_a_depth_has_its_head_s_logits(target: LowBitTarget, make_medusa: MakeMedusa) -> None:
+    head = make_medusa(target, heads=3)
+    tokens = random_tokens(2, 9)
+    states, newest = target.states(tokens), torch.tensor([8, 4])
+    state = head.new_state(32, SlotCache(1, 32))
+    with torch.no_grad():
+        expected = logits_of(head, head.training_outputs(states, tokens, newest[:, None]))[:, :, 0]  # [K, B, V]
+        first = head.first(context_of(states.last_hidden, newest), state)
+        levels = [head.following(state, random_tokens(2, w), torch.zeros(2, w, dtype=torch.int64)) for w in (3, 1)]
+    torch.testing.assert_close(first, expected[0], rtol=1e-4, atol=1e-4)
+    assert [level.shape for level in levels] == [(2, 3, target.vocab_size), (2, 1, target.vocab_size)]
+    for level, logits in zip(levels, expected[1:], strict=True):
+        torch.testing.assert_close(level, logits[:, None].expand_as(level), rtol=1e-4, atol=1e-4)
 
 
 @own_or_shared

@@ -67,7 +67,10 @@ def test_an_unknown_profile_ends_the_command_with_one_sentence(tmp_path: Path) -
 
 
 def test_the_scripts_know_the_same_profiles(tmp_path: Path) -> None:
-    for name, options in (("measure_acceptance", {"heads": tmp_path}), ("measure_gap", {"out": tmp_path / "gap"})):
+    for name, options in (
+        ("measure_acceptance", {"heads": (str(tmp_path),)}),
+        ("measure_gap", {"out": tmp_path / "gap"}),
+    ):
         module = script(name)
         with pytest.raises(ValueError, match="did you mean 'vllm-sm90'"):
             module.main(module.Options(target_profile="vlm-sm90", **options))

@@ -1,0 +1,114 @@
+"""Greedy decoding with drafts writes what the target writes alone: 200 prompts of 128 tokens, in fp32, no exception.
+
+    pytest -m slow tests/e2e/test_greedy_identity.py -s
+
+Every head × {chain, static tree, dynamic tree} × {SmolLM2, every tiny hybrid}. Prints the rows of
+docs/results/verification.md.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hybrids import HYBRIDS, save_hybrid
+
+from bitdraft.data.batches import make_batch
+from bitdraft.data.chat import Example, end_of_turn_ids, prompt_ids
+from bitdraft.data.sources import demo_file, read_conversations
+from bitdraft.quant.presets import load_recipe
+from bitdraft.quant.target import LowBitTarget, load_target, load_tokenizer
+from bitdraft.speculators.base import DraftHead
+from bitdraft.speculators.decode import Generation, generate
+from bitdraft.speculators.drafting import DraftPlan, DynamicShape
+from bitdraft.speculators.eagle3 import Eagle3Config, Eagle3Head
+from bitdraft.speculators.medusa import MedusaConfig, MedusaHead
+from bitdraft.speculators.metrics import total
+from bitdraft.speculators.tree_shapes import cartesian
+from bitdraft.speculators.vocab import DraftVocab
+
+pytestmark = pytest.mark.slow
+
+PROMPTS, NEW_TOKENS, BATCH, DEPTH = 200, 128, 50, 3
+PLANS = {
+    "chain": DraftPlan(length=DEPTH),
+    "static tree": DraftPlan(length=DEPTH, shape=cartesian([2, 2, 1])),
+    "dynamic tree": DraftPlan(length=DEPTH, shape=DynamicShape(nodes=8, width=3)),
+}
+TARGETS = ("smollm2", *HYBRIDS)
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, LowBitTarget, Any]:
+    name: str = request.param
+    if name == "smollm2":
+        folder: Path = request.getfixturevalue("smollm2")
+    else:
+        folder = save_hybrid(name, tmp_path_factory.mktemp(name) / "target")
+    target = load_target(str(folder), load_recipe("none"), dtype=torch.float32, compile_quantizer="off")
+    return name, target, load_tokenizer(str(folder))
+
+
+@pytest.fixture(scope="module")
+def prompts(served: tuple[str, LowBitTarget, Any]) -> list[list[int]]:
+    """Shipped prompts, as the target is asked them; a small context takes their last tokens."""
+    _, target, tokenizer = served
+    room = target.context_length - NEW_TOKENS - 16
+    conversations = read_conversations([demo_file("heldout"), demo_file("train")])[:PROMPTS]
+    return [prompt_ids(tokenizer, c.messages[:1])[-room:] for c in conversations]
+
+
+@pytest.fixture(scope="module")
+def plain(served: tuple[str, LowBitTarget, Any], prompts: list[list[int]]) -> list[list[int]]:
+    return [g.tokens for g in decoded(served, None, None, prompts)]
+
+
+@pytest.fixture(scope="module")
+def heads(
+    served: tuple[str, LowBitTarget, Any], prompts: list[list[int]], plain: list[list[int]]
+) -> dict[str, DraftHead]:
+    """Heads that are right now and then: the closed-form start of EAGLE-3 on some answers, Medusa's own start."""
+    _, target, _ = served
+    torch.manual_seed(0)
+    size = min(target.vocab_size, 2048)
+    vocab = DraftVocab.most_frequent([torch.tensor(a) for a in plain], size, target.vocab_size, ())
+    eagle3 = Eagle3Head.from_target(Eagle3Config(steps=DEPTH), target, vocab)
+    texts = [Example(str(i), "", tuple(p[-64:]), tuple(a)) for i, (p, a) in enumerate(zip(prompts, plain, strict=True))]
+    batch = make_batch(texts[:48])
+    states = target.states(batch.tokens, capture=eagle3.capture_layers)
+    eagle3.start_from([(states, batch.tokens, batch.written())])
+    medusa = MedusaHead.from_target(MedusaConfig(heads=DEPTH), target, DraftVocab.full(target.vocab_size))
+    return {h.kind: h.placed(target.device, target.dtype).eval() for h in (eagle3, medusa)}
+
+
+def decoded(
+    served: tuple[str, LowBitTarget, Any], head: DraftHead | None, plan: DraftPlan | None, prompts: list[list[int]]
+) -> list[Generation]:
+    _, target, tokenizer = served
+    ends = end_of_turn_ids(target.model, tokenizer)
+    done, _ = generate(target, head, prompts, plan=plan, max_new_tokens=NEW_TOKENS, end_ids=ends, batch_size=BATCH)
+    return done
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_every_answer_is_the_targets_own(
+    served: tuple[str, LowBitTarget, Any],
+    prompts: list[list[int]],
+    plain: list[list[int]],
+    heads: dict[str, DraftHead],
+    kind: str,
+    plan: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    done = decoded(served, heads[kind], PLANS[plan], prompts)
+    differing = [i for i, (g, answer) in enumerate(zip(done, plain, strict=True)) if g.tokens != answer]
+    counts = total([g.counts for g in done], DEPTH)
+    tokens = sum(map(len, plain))
+    with capsys.disabled():
+        print(
+            f"\n| {served[0]} | {kind} | {plan} | {len(done) - len(differing)} of {len(done)} | {tokens:,} | "
+            f"{counts.passes:,} | {counts.accepted:,} of {counts.drafted:,} | {counts.length:.3f} |"
+        )
+    assert not differing, f"{len(differing)} answers differ, the first is of prompt {differing[0]}"
+    assert counts.accepted > 0, "no draft was accepted: nothing was verified"
