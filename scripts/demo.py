@@ -31,11 +31,11 @@ from bitdraft.quant.target import LowBitTarget, load_target, load_tokenizer
 from bitdraft.speculators.eagle3 import Eagle3Config
 from bitdraft.speculators.medusa import MedusaConfig
 from bitdraft.train.config import AcceptanceConfig, AnswersConfig, CheckpointConfig, OptimConfig, RunConfig
-from bitdraft.train.drafters import DrafterSpec
 from bitdraft.train.environment import default_dtype, give_memory_back, read_environment, stop_cleanly
-from bitdraft.train.matrix import Bench, Cell, MeasureConfig
-from bitdraft.train.prompt_sets import PromptSet
-from bitdraft.train.report import headline, write_report
+from bitdraft.train.measuring.drafters import DrafterSpec
+from bitdraft.train.measuring.matrix import Bench, Cell, MeasureConfig
+from bitdraft.train.measuring.prompt_sets import PromptSet
+from bitdraft.train.report.write import headline, write_report
 from bitdraft.train.run import run
 
 

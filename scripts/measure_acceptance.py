@@ -26,11 +26,11 @@ from bitdraft.data.sources import demo_file, read_conversations
 from bitdraft.quant.files import write_text_atomically
 from bitdraft.quant.profiles import load_recipe_for
 from bitdraft.quant.target import CompileChoice, LowBitTarget, load_target, load_tokenizer
-from bitdraft.train.drafters import DrafterSpec
 from bitdraft.train.environment import chosen_dtype, give_memory_back, read_environment, stop_cleanly
-from bitdraft.train.matrix import Bench, Cell, MeasureConfig
-from bitdraft.train.prompt_sets import PromptSet
-from bitdraft.train.report import write_report
+from bitdraft.train.measuring.drafters import DrafterSpec
+from bitdraft.train.measuring.matrix import Bench, Cell, MeasureConfig
+from bitdraft.train.measuring.prompt_sets import PromptSet
+from bitdraft.train.report.write import write_report
 
 
 @dataclass(frozen=True, kw_only=True)

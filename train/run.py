@@ -36,13 +36,13 @@ from bitdraft.speculators.eagle3 import Eagle3Config
 from bitdraft.speculators.export import export_head, load_head
 from bitdraft.speculators.registry import HEADS
 from bitdraft.speculators.vocab import DraftVocab, default_draft_size
-from bitdraft.train.acceptance import Decoding, measure, require_lossless
-from bitdraft.train.acceptance_document import document, result, table
 from bitdraft.train.config import RunConfig
 from bitdraft.train.config_io import to_plain, to_yaml
 from bitdraft.train.environment import Environment, chosen_dtype
 from bitdraft.train.loop import train
-from bitdraft.train.prompt_sets import PromptSet
+from bitdraft.train.measuring.acceptance import Decoding, measure, require_lossless
+from bitdraft.train.measuring.document import document, result, table
+from bitdraft.train.measuring.prompt_sets import PromptSet
 
 _MAY_DIFFER = ("resume", "checkpoint", "acceptance", "tracker", "output_dir", "compile_quantizer", "states")
 """Fields that may change between a run and its resumption."""

@@ -32,10 +32,10 @@ from bitdraft.speculators.drafting import DraftPlan
 from bitdraft.speculators.export import load_head
 from bitdraft.speculators.lossless import compare_with_plain
 from bitdraft.speculators.tree_shapes import sparse
-from bitdraft.train.acceptance import Decoding, decode
 from bitdraft.train.environment import chosen_dtype, machine_facts, read_environment, stop_cleanly
-from bitdraft.train.prompt_sets import PromptSet
-from bitdraft.train.tree_choice import rank_accuracies
+from bitdraft.train.measuring.acceptance import Decoding, decode
+from bitdraft.train.measuring.prompt_sets import PromptSet
+from bitdraft.train.measuring.tree_choice import rank_accuracies
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,11 @@ from bitdraft.speculators.eagle3 import Eagle3Config, Eagle3Head
 from bitdraft.speculators.export import export_head
 from bitdraft.speculators.medusa import MedusaConfig, MedusaHead
 from bitdraft.speculators.vocab import DraftVocab
-from bitdraft.train.drafters import DrafterSpec
-from bitdraft.train.matrix import Bench, MeasureConfig
-from bitdraft.train.prompt_sets import PromptSet
-from bitdraft.train.recovery import comparisons, measurements
-from bitdraft.train.report import markdown
+from bitdraft.train.measuring.drafters import DrafterSpec
+from bitdraft.train.measuring.matrix import Bench, MeasureConfig
+from bitdraft.train.measuring.prompt_sets import PromptSet
+from bitdraft.train.report.recovery import comparisons, measurements
+from bitdraft.train.report.write import markdown
 
 HOW = MeasureConfig(draft_length=(2,), max_new_tokens=10, batch_size=(4,), check=2)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from measured_matrix import cell, matrix, realistic, result, simulated
 
 from bitdraft.speculators.metrics import Acceptance, length_difference_interval
-from bitdraft.train.recovery import Comparison, Document, comparisons, measurements
+from bitdraft.train.report.recovery import Comparison, Document, comparisons, measurements
 
 Rows = list[list[int]]
 

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from measured_matrix import CATEGORIES, cell, confidence, matrix, realistic, result, simulated
 
-from bitdraft.train.recovery import SETTINGS, Document
-from bitdraft.train.report import assemble, headline, markdown, write_report
-from bitdraft.train.report_blocks import Picture, Table
-from bitdraft.train.report_html import page
-from bitdraft.train.report_plots import DARK, LIGHT, spread
+from bitdraft.train.report.blocks import Picture, Table
+from bitdraft.train.report.html import page
+from bitdraft.train.report.plots import DARK, LIGHT, spread
+from bitdraft.train.report.recovery import SETTINGS, Document
+from bitdraft.train.report.write import assemble, headline, markdown, write_report
 
 ROWS = simulated([0.6] * 3, 16, seed=0)
 

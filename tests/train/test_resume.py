@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from bitdraft.speculators.lossless import Lossless
-from bitdraft.train import acceptance
 from bitdraft.train.checkpoint import checkpoints
 from bitdraft.train.config import AcceptanceConfig, AnswersConfig, OptimConfig, RunConfig
 from bitdraft.train.environment import Environment
 from bitdraft.train.journal import Journal, read_metrics
 from bitdraft.train.loop import Interrupted
+from bitdraft.train.measuring import acceptance
 from bitdraft.train.run import run
 
 MakeConfig = Callable[..., RunConfig]

@@ -18,9 +18,12 @@ from bitdraft.speculators.drafting import DraftPlan, DynamicShape
 from bitdraft.speculators.early_stop import EarlyStop
 from bitdraft.speculators.sampling import Sampling
 from bitdraft.speculators.tree_shapes import TreeShape, cartesian, sparse
-from bitdraft.train import acceptance
-from bitdraft.train.acceptance import Decoded, Decoding, Measured
-from bitdraft.train.acceptance_document import (
+from bitdraft.train.config_io import to_plain
+from bitdraft.train.measuring import acceptance
+from bitdraft.train.measuring.acceptance import Decoded, Decoding, Measured
+from bitdraft.train.measuring.bounds import upper_bounds
+from bitdraft.train.measuring.cost import measured_cost
+from bitdraft.train.measuring.document import (
     confidence_report,
     document,
     result,
@@ -28,12 +31,9 @@ from bitdraft.train.acceptance_document import (
     table,
     trace_tensors,
 )
-from bitdraft.train.bounds import upper_bounds
-from bitdraft.train.config_io import to_plain
-from bitdraft.train.cost import measured_cost
-from bitdraft.train.drafters import DrafterSpec, LoadTarget
-from bitdraft.train.prompt_sets import PromptSet
-from bitdraft.train.tree_choice import rank_accuracies
+from bitdraft.train.measuring.drafters import DrafterSpec, LoadTarget
+from bitdraft.train.measuring.prompt_sets import PromptSet
+from bitdraft.train.measuring.tree_choice import rank_accuracies
 
 Cell = dict[str, Any]
 _RANKS = 8  # best tokens per depth that a sparse tree may use

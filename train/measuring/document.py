@@ -18,9 +18,9 @@ from bitdraft.speculators.confidence import (
 from bitdraft.speculators.drafting import DraftPlan
 from bitdraft.speculators.metrics import Acceptance, length_interval, rate_interval, total
 from bitdraft.speculators.tree_shapes import TreeShape
-from bitdraft.train.acceptance import Decoded, Decoding, Measured
 from bitdraft.train.environment import machine_facts
-from bitdraft.train.prompt_sets import PromptSet
+from bitdraft.train.measuring.acceptance import Decoded, Decoding, Measured
+from bitdraft.train.measuring.prompt_sets import PromptSet
 
 _THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 
-from bitdraft.train.report_blocks import Alert, Block, Cell, Key, Picture, Report, Section, Table, Text
-from bitdraft.train.report_plots import DARK, LIGHT
+from bitdraft.train.report.blocks import Alert, Block, Cell, Key, Picture, Report, Section, Table, Text
+from bitdraft.train.report.plots import DARK, LIGHT
 
 _STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --ink: #1c1e21; --muted: #5b626b; --line: #d9dce1; --tint: #eaf2f9;

@@ -16,9 +16,9 @@ from bitdraft.speculators.medusa import MedusaConfig, MedusaHead
 from bitdraft.speculators.metrics import Acceptance
 from bitdraft.speculators.sampling import Sampling
 from bitdraft.speculators.vocab import DraftVocab
-from bitdraft.train.acceptance import Decoded, Decoding, Measured, decode, measure, require_lossless
-from bitdraft.train.acceptance_document import document, result, table
-from bitdraft.train.prompt_sets import PromptSet
+from bitdraft.train.measuring.acceptance import Decoded, Decoding, Measured, decode, measure, require_lossless
+from bitdraft.train.measuring.document import document, result, table
+from bitdraft.train.measuring.prompt_sets import PromptSet
 
 SYSTEM, FIRST, SECOND = Message("system", "Be brief."), Message("user", "One?"), Message("user", "Two?")
 HOW = Decoding(max_new_tokens=8, batch_size=4)
@@ -115,7 +115,7 @@ def test_turns_have_random_numbers_of_their_own(target: LowBitTarget, tokenizer:
 def test_a_drafter_that_differs_from_plain_decoding_is_caught(
     exact_target: LowBitTarget, tokenizer: Any, medusa: MedusaHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import bitdraft.train.acceptance as module
+    import bitdraft.train.measuring.acceptance as module
 
     def wrong(target: LowBitTarget, drafter: Any, *args: Any, **options: Any) -> Any:
         done, seconds = generate(target, drafter, *args, **options)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from math import isnan
 from typing import Any
 
-from bitdraft.train.recovery import REFERENCE, SETTINGS, Measurement
-from bitdraft.train.report_blocks import Cell
-from bitdraft.train.report_plots import Series
+from bitdraft.train.report.blocks import Cell
+from bitdraft.train.report.plots import Series
+from bitdraft.train.report.recovery import REFERENCE, SETTINGS, Measurement
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,19 @@
 """The report of measured acceptance, from the numbers of a matrix: Markdown for a terminal, HTML for a browser.
 
 A matrix is ``{"version": 1, "command", "date", "seed", "cells": [document, …]}`` with the documents of
-``train/acceptance_document.py``; one measurement is a matrix of one cell.
+``train/measuring/document.py``; one measurement is a matrix of one cell.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
 from bitdraft.quant.files import write_text_atomically
-from bitdraft.train import report_details as details
-from bitdraft.train.recovery import Document, comparisons, measurements
-from bitdraft.train.report_blocks import Alert, Block, Cell, Key, Report, Section, Table, Text
-from bitdraft.train.report_html import page
-from bitdraft.train.report_reading import Reading
-from bitdraft.train.report_sections import alerts, keys, matrices, recovered
+from bitdraft.train.report import details
+from bitdraft.train.report.blocks import Alert, Block, Cell, Key, Report, Section, Table, Text
+from bitdraft.train.report.html import page
+from bitdraft.train.report.reading import Reading
+from bitdraft.train.report.recovery import Document, comparisons, measurements
+from bitdraft.train.report.sections import alerts, keys, matrices, recovered
 
 
 def write_report(matrix: Document, where: Path) -> tuple[Path, Path]:

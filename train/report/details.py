@@ -2,11 +2,11 @@
 
 from functools import partial
 
-from bitdraft.train import report_plots as plots
-from bitdraft.train.recovery import Document, Measurement
-from bitdraft.train.report_blocks import Block, Cell, Picture, Row, Table, Text
-from bitdraft.train.report_plots import Curve, Dots
-from bitdraft.train.report_reading import Reading, acceptance, drafted, interval, number, one_per_cell, recipe, share_of
+from bitdraft.train.report import plots
+from bitdraft.train.report.blocks import Block, Cell, Picture, Row, Table, Text
+from bitdraft.train.report.plots import Curve, Dots
+from bitdraft.train.report.reading import Reading, acceptance, drafted, interval, number, one_per_cell, recipe, share_of
+from bitdraft.train.report.recovery import Document, Measurement
 
 _WHO = "trained → served on"
 

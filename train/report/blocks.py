@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bitdraft.train.report_plots import Theme
+from bitdraft.train.report.plots import Theme
 
 
 @dataclass(frozen=True)

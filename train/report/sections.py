@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from bitdraft.train.recovery import Comparison, Estimate, Measurement, Recovery
-from bitdraft.train.report_blocks import Alert, Block, Cell, Key, Table, Text
-from bitdraft.train.report_reading import Reading, acceptance, drafted, served_on, share_of, trained_on
+from bitdraft.train.report.blocks import Alert, Block, Cell, Key, Table, Text
+from bitdraft.train.report.reading import Reading, acceptance, drafted, served_on, share_of, trained_on
+from bitdraft.train.report.recovery import Comparison, Estimate, Measurement, Recovery
 
 Write = Callable[[float], str]
 """How a measure is written."""

@@ -15,7 +15,7 @@ from bitdraft.speculators.lossless import Lossless, compare_with_plain
 from bitdraft.speculators.metrics import Acceptance, total
 from bitdraft.speculators.sampling import Sampling
 from bitdraft.train.environment import RunFailed
-from bitdraft.train.prompt_sets import Dialogs, PromptSet
+from bitdraft.train.measuring.prompt_sets import Dialogs, PromptSet
 
 FEW_PASSES = 100
 """Passes below which an acceptance says little."""
