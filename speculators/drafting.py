@@ -7,6 +7,7 @@ keeps depends on the tokens, and drawn tokens that are dropped for what they are
 """
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -131,51 +132,80 @@ def _chain(drafter: DraftsByLevel, context: Any, state: Any, plan: DraftPlan, un
     )
 
 
+@dataclass(frozen=True)
+class _Level:
+    """One depth of a fixed shape, as indices."""
+
+    parents: Tensor  # [W] which row of the last logits each node follows
+    ranks: Tensor  # [W] its place among its siblings
+    width: int  # most siblings
+    own: Tensor  # [rows, width] which of the shape's nodes, from 0, each choice is; 0 for choices that it leaves out
+    inner: Tensor  # [W'] the nodes that have children: the rows of the next logits
+    places: Tensor  # [W'] the tree's nodes that those are, the root counted
+
+
+@lru_cache(maxsize=8)
+def _levels(shape: TreeShape, device: torch.device) -> tuple[list[_Level], Tensor, Tensor]:
+    """The shape's depths, and of all nodes, root included, parents ``[N]`` and depths ``[N]``."""
+    place = {node: i for i, node in enumerate([(), *shape.nodes])}
+    expanded: list[tuple[int, ...]] = [()]
+    levels = []
+    for depth in range(1, shape.depth + 1):
+        nodes = shape.level(depth)
+        inner = [i for i, node in enumerate(nodes) if (*node, 0) in place]
+        own = torch.zeros(len(expanded), max(node[-1] for node in nodes) + 1, dtype=torch.int64)
+        for node in nodes:
+            own[expanded.index(node[:-1]), node[-1]] = place[node] - 1
+        levels.append(
+            _Level(
+                torch.tensor([expanded.index(node[:-1]) for node in nodes], device=device),
+                torch.tensor([node[-1] for node in nodes], device=device),
+                own.shape[1],
+                own.to(device),
+                torch.tensor(inner, dtype=torch.int64, device=device),
+                torch.tensor([place[nodes[i]] for i in inner], dtype=torch.int64, device=device),
+            )
+        )
+        expanded = [nodes[i] for i in inner]
+    parents = torch.tensor([-1, *(place[node[:-1]] for node in shape.nodes)], device=device)
+    return levels, parents, torch.tensor([0, *map(len, shape.nodes)], device=device)
+
+
 def _fixed(
     drafter: DraftsByLevel, context: Any, state: Any, shape: TreeShape, sampling: Sampling, uniforms: Tensor
 ) -> DraftTree:
     tokens = [context.newest_token[:, None]]  # per depth: [B, W]
-    logits = drafter.first(context, state)[:, None]  # [B, W, D]
-    above: list[tuple[int, ...]] = [()]
+    levels, parents, depths = _levels(shape, tokens[0].device)
+    logits = drafter.first(context, state)[:, None]  # [B, rows, D]
     real = [torch.ones_like(tokens[0], dtype=torch.bool)]
-    proposals, drawn = [], 0
-    for depth in range(1, shape.depth + 1):
-        level = shape.level(depth)
-        parents = torch.tensor([above.index(node[:-1]) for node in level], device=logits.device)  # [W]
-        ranks = torch.tensor([node[-1] for node in level], device=logits.device)
-        width = int(ranks.max()) + 1
-        if width > logits.shape[-1]:
-            raise ValueError(f"a node of the draft tree has {width} choices, the draft vocabulary {logits.shape[-1]}")
+    proposals: Tensor | None = None
+    places = rows = torch.zeros_like(parents[:1])  # nodes that the logits follow: of the tree, and of the last depth
+    for depth, level in enumerate(levels, start=1):
+        if level.width > logits.shape[-1]:
+            raise ValueError(
+                f"a node of the draft tree has {level.width} choices, the draft vocabulary {logits.shape[-1]} tokens"
+            )
         if sampling.is_greedy:
-            choices = logits.topk(width, dim=-1).indices  # [B, W above, S]
+            choices = logits.topk(level.width, dim=-1).indices  # [B, rows, width]
             possible = torch.ones_like(choices, dtype=torch.bool)
         else:
             probabilities = sampling.probabilities(logits)
-            proposals.append(drafter.over_target(probabilities))
-            # A uniform for every node; ranks that the shape does not have borrow one and are not used.
-            mine = torch.zeros(len(above), width, dtype=torch.int64, device=logits.device)
-            mine[parents, ranks] = torch.arange(drawn, drawn + len(level), device=logits.device)
-            drawn += len(level)
-            choices, possible = _without_replacement(probabilities, uniforms[:, mine])
-        real.append(possible[:, parents, ranks] & real[-1][:, parents])
-        tokens.append(drafter.to_target_ids(choices[:, parents, ranks]))
-        if depth < shape.depth:
-            batch = len(tokens[0])
-            logits = drafter.following(state, tokens[-1], parents.expand(batch, -1))
-        above = level
+            wide = drafter.over_target(probabilities)
+            if proposals is None:
+                proposals = wide.new_zeros(len(wide), len(parents), wide.shape[-1])
+            proposals[:, places] = wide
+            # A uniform for every node; choices that the shape leaves out borrow one and are not used.
+            choices, possible = _without_replacement(probabilities, uniforms[:, level.own])
+        above = real[-1][:, rows]
+        real.append(possible[:, level.parents, level.ranks] & above[:, level.parents])
+        tokens.append(drafter.to_target_ids(choices[:, level.parents, level.ranks]))
+        if depth < len(levels):
+            inner = level.parents[level.inner].expand(len(choices), -1)
+            logits = drafter.following(state, tokens[-1][:, level.inner], inner)
+        places, rows = level.places, level.inner
     everything = torch.cat(tokens, dim=1)  # [B, N]
-    place = {node: i for i, node in enumerate([(), *shape.nodes])}
-    parent_of = torch.tensor([-1, *(place[node[:-1]] for node in shape.nodes)], device=everything.device)
-    depth_of = torch.tensor([0, *map(len, shape.nodes)], device=everything.device)
-    last = everything.shape[1] - sum(p.shape[1] for p in proposals)
-    if proposals:
-        proposals.append(proposals[0].new_zeros(len(everything), last, proposals[0].shape[-1]))
     return DraftTree(
-        everything,
-        parent_of.expand_as(everything),
-        depth_of.expand_as(everything),
-        torch.cat(real, dim=1),
-        torch.cat(proposals, dim=1) if proposals else None,
+        everything, parents.expand_as(everything), depths.expand_as(everything), torch.cat(real, dim=1), proposals
     )
 
 

@@ -82,11 +82,17 @@ def heads(
 
 
 def decoded(
-    served: tuple[str, LowBitTarget, Any], head: DraftHead | None, plan: DraftPlan | None, prompts: list[list[int]]
+    served: tuple[str, LowBitTarget, Any],
+    head: DraftHead | None,
+    plan: DraftPlan | None,
+    prompts: list[list[int]],
+    *,
+    batch: int = BATCH,
+    new_tokens: int = NEW_TOKENS,
 ) -> list[Generation]:
     _, target, tokenizer = served
     ends = end_of_turn_ids(target.model, tokenizer)
-    done, _ = generate(target, head, prompts, plan=plan, max_new_tokens=NEW_TOKENS, end_ids=ends, batch_size=BATCH)
+    done, _ = generate(target, head, prompts, plan=plan, max_new_tokens=new_tokens, end_ids=ends, batch_size=batch)
     return done
 
 
@@ -112,3 +118,18 @@ def test_every_answer_is_the_targets_own(
         )
     assert not differing, f"{len(differing)} answers differ, the first is of prompt {differing[0]}"
     assert counts.accepted > 0, "no draft was accepted: nothing was verified"
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_batches_of_one_and_of_sixteen_count_alike(
+    served: tuple[str, LowBitTarget, Any],
+    prompts: list[list[int]],
+    heads: dict[str, DraftHead],
+    kind: str,
+    plan: str,
+) -> None:
+    alone, together = (
+        decoded(served, heads[kind], PLANS[plan], prompts[:16], batch=batch, new_tokens=48) for batch in (1, 16)
+    )
+    assert [(g.tokens, g.counts) for g in alone] == [(g.tokens, g.counts) for g in together]
