@@ -1,8 +1,8 @@
 """Answers written by the low-bit target itself, in batches with a cache.
 
 On-policy text is most of what a draft head gains from knowing the served model, so the answers come from
-the same simulated target that supplies states and logits. Answers are kept as token ids: no text is
-tokenized again, so nothing drifts.
+the same simulated target that supplies states and logits. Answers are kept as token ids; only the history
+of a further turn is rendered from text, as a server would.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ def greedy_answers(
             chosen = [waiting.popleft() for _ in range(min(free, len(waiting)))]
             admitted = _prefilled(target, chosen, [asked[i] for i in chosen], max_new_tokens)
             rows = rows.joined(admitted) if rows else admitted
-        tokens = target.logits(rows.last).argmax(-1)  # [B]
+        tokens = target.logits(rows.last).max(-1).indices  # [B]
         going = rows.going & ~torch.isin(tokens, ends)
         new = tokens.tolist()
         for row in rows.going.nonzero().squeeze(1).tolist():

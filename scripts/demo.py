@@ -32,8 +32,9 @@ from bitdraft.speculators.eagle3 import Eagle3Config
 from bitdraft.speculators.medusa import MedusaConfig
 from bitdraft.train.config import AcceptanceConfig, AnswersConfig, CheckpointConfig, OptimConfig, RunConfig
 from bitdraft.train.environment import default_dtype, give_memory_back, read_environment, stop_cleanly
+from bitdraft.train.measuring.config import MeasureConfig
 from bitdraft.train.measuring.drafters import DrafterSpec
-from bitdraft.train.measuring.matrix import Bench, Cell, MeasureConfig
+from bitdraft.train.measuring.matrix import Bench, Cell
 from bitdraft.train.measuring.prompt_sets import PromptSet
 from bitdraft.train.report.write import headline, write_report
 from bitdraft.train.run import run
@@ -74,11 +75,13 @@ class Arm:
 
     @property
     def trained_on(self) -> str:
-        return self.quant if self.text == self.quant else f"{self.quant}, text of {self.text}"
+        quant, text = Path(self.quant).stem, Path(self.text).stem
+        return quant if text == quant else f"{quant}, text of {text}"
 
     @property
     def folder(self) -> str:
-        return f"{self.kind}-{self.quant}" + ("" if self.text == self.quant else f"-text-{self.text}")
+        quant, text = Path(self.quant).stem, Path(self.text).stem
+        return f"{self.kind}-{quant}" + ("" if text == quant else f"-text-{text}")
 
 
 class Progress:

@@ -2,7 +2,7 @@
 
     python scripts/measure_acceptance.py --target-quant mxfp4 --heads runs/eagle3-mxfp4/export --out acceptance.json
     python scripts/measure_acceptance.py --compare runs/eagle3-none/export runs/eagle3-mxfp4/export --report report
-    python scripts/measure_acceptance.py --heads runs/eagle3-mxfp4/export ngram none --tree dynamic --temperature 0 1
+    python scripts/measure_acceptance.py --heads runs/eagle3-mxfp4/export ngram none --temperature 0 1 --sets mt-bench
 
 A head is an export folder, or a baseline: `none` (plain decoding), `ngram` (prompt lookup), `self=RECIPE` (the
 target's own form under another recipe, as in `--target-quant nvfp4a16 --heads self=nvfp4`) or
@@ -27,8 +27,9 @@ from bitdraft.quant.files import write_text_atomically
 from bitdraft.quant.profiles import load_recipe_for
 from bitdraft.quant.target import CompileChoice, LowBitTarget, load_target, load_tokenizer
 from bitdraft.train.environment import chosen_dtype, give_memory_back, read_environment, stop_cleanly
+from bitdraft.train.measuring.config import MeasureConfig
 from bitdraft.train.measuring.drafters import DrafterSpec
-from bitdraft.train.measuring.matrix import Bench, Cell, MeasureConfig
+from bitdraft.train.measuring.matrix import Bench, Cell
 from bitdraft.train.measuring.prompt_sets import PromptSet
 from bitdraft.train.report.write import write_report
 
@@ -61,6 +62,8 @@ class Options:
     """Only prompts of these categories."""
     traffic: tuple[Path, ...] = ()
     """JSONL files of prompts that confidence and sparse trees are fitted on; by default the shipped traffic prompts."""
+    reference: str | None = None
+    """16-bit model for the upper bounds, where `--target` is a checkpoint that is already quantized."""
     measure: Annotated[MeasureConfig, tyro.conf.OmitArgPrefixes] = field(default_factory=MeasureConfig)
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """`auto` is bfloat16 where the hardware multiplies it."""
@@ -79,6 +82,11 @@ class Options:
             raise ValueError("give either --heads or --compare, with export folders or baselines")
         if self.prompts is not None and self.prompts < 1:
             raise ValueError("--prompts must be at least 1")
+        for name in ("heads", "compare", "served_on", "data", "sets"):
+            given = [path.stem for path in self.data] if name == "data" else getattr(self, name)
+            twice = [x for i, x in enumerate(given) if x in given[:i]]
+            if twice:
+                raise ValueError(f"--{name.replace('_', '-')} names {twice[0]} twice: give each once")
 
     @property
     def specs(self) -> list[DrafterSpec]:
@@ -90,19 +98,30 @@ class Options:
         if self.served_on or not self.compare:
             return list(self.served_on or (self.target_quant,))
         trained = dict.fromkeys(spec.trained_on for spec in self.specs)
-        return [recipe for recipe in trained if recipe] or [self.target_quant]
+        return [recipe.partition("@")[0] for recipe in trained if recipe] or [self.target_quant]
+
+    def check(self) -> None:
+        """``ValueError`` for what would otherwise come to light when hours have been measured."""
+        for recipe in self.recipes:
+            try:
+                load_recipe_for(recipe, self.target_profile if recipe != "none" else "plain")
+            except ValueError as error:
+                hint = ": say with --served-on what to serve" if self.compare and not self.served_on else ""
+                raise ValueError(f"{error}{hint}") from error
+        for spec in self.specs:
+            if spec.is_export and not (Path(spec.head) / "config.json").is_file():
+                raise ValueError(f"--heads {spec.head} is no exported head: {spec.head}/config.json is missing")
+        for path in (self.out and self.out.parent, self.report):
+            if path is not None:
+                try:
+                    path.mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    raise ValueError(f"nothing can be written to {path}: {error.strerror}") from error
 
 
 def main(options: Options) -> None:
-    sets = [
-        PromptSet(path.stem, tuple(read_conversations([path])[: options.prompts or 80]))
-        for path in options.data or (() if options.sets else (demo_file("heldout"),))
-    ]
-    sets += [
-        PromptSet(name, tuple(load_set(name, folder=options.set_dir, prompts=options.prompts))) for name in options.sets
-    ]
-    if options.category:
-        sets = [prompts.of_category(options.category) for prompts in sets]
+    options.check()
+    sets = _sets(options)
     traffic = PromptSet("traffic", tuple(read_conversations(options.traffic or [demo_file("traffic")])))
     specs, recipes = options.specs, options.recipes
     count = len(recipes) * len(specs) * len(options.measure.temperature) * len(options.measure.batch_size)
@@ -119,7 +138,14 @@ def main(options: Options) -> None:
         tokenizer = load_tokenizer(target.name, trust_remote_code=options.trust_remote_code)
         kept = options.out.with_suffix(".cells") if options.out else None
         bench = Bench(
-            target, tokenizer, sets, traffic, lambda name, quant: _load(options, name, quant), options.measure, kept
+            target,
+            tokenizer,
+            sets,
+            traffic,
+            lambda name, quant: _load(options, name, quant),
+            options.measure,
+            kept,
+            options.reference,
         )
         cells += bench.cells(specs, announce)
         del target, bench
@@ -139,6 +165,20 @@ def main(options: Options) -> None:
         for path in write_report(matrix, options.report):
             print(f"report: {path}")
     _stop_if_lossy(cells)
+
+
+def _sets(options: Options) -> list[PromptSet]:
+    """The prompts of every file and set, of the categories wanted."""
+    files = options.data or (() if options.sets else (demo_file("heldout"),))
+    everything = [(PromptSet(path.stem, tuple(read_conversations([path]))), options.prompts or 80) for path in files]
+    for name in options.sets:
+        # Of a set that is cut, the peers' first so many; of its categories, from all of it.
+        wanted = sys.maxsize if options.category else options.prompts
+        found = PromptSet(name, tuple(load_set(name, folder=options.set_dir, prompts=wanted)))
+        everything.append((found, options.prompts or len(found.ids)))
+    if options.category:
+        everything = [(prompts.of_category(options.category), count) for prompts, count in everything]
+    return [prompts.first(count) for prompts, count in everything]
 
 
 def _load(options: Options, name: str, quant: str) -> LowBitTarget:

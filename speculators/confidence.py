@@ -80,7 +80,9 @@ def fit(confidence: Tensor, accepted: Tensor, *, shift: bool = True) -> Calibrat
     """
     tried, succeeded = outcomes(accepted, confidence.shape[1])
     if len(accepted) < FEWEST_TRIES:
-        raise ValueError(f"a calibration needs at least {FEWEST_TRIES} passes, got {len(accepted)}: use more prompts")
+        raise ValueError(
+            f"a calibration needs at least {FEWEST_TRIES} passes, got {len(accepted)}: give more traffic prompts"
+        )
     fitted: list[tuple[float, float]] = []
     for position in range(confidence.shape[1]):
         here = tried[:, position]

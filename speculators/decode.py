@@ -31,7 +31,8 @@ class Rule:
     """Medusa's typical acceptance instead of speculative sampling: more drafts pass, and the output's distribution is
     no longer the target's."""
     seed: int = 0
-    """Of the random numbers; every prompt has a stream of its own, whatever batch it is in."""
+    """Of the random numbers; every prompt has a stream of its own, whatever batch it is in. (Where a batch decides
+    together how long its drafts are, ``EarlyStop.cost``, what the numbers are used for depends on the batch.)"""
 
     def __post_init__(self) -> None:
         if self.typical and self.sampling.is_greedy:
@@ -45,8 +46,8 @@ class Rule:
         """What stays of ``tree``. ``logits``: ``[B, N, V]``. ``uniforms``: ``[B, uniforms_needed(N)]`` at least."""
         if self.sampling.is_greedy:
             return greedy(tree, logits)
-        probabilities = self.sampling.probabilities(logits)
-        return typical(tree, probabilities, uniforms) if self.typical else sampled(tree, probabilities, uniforms)
+        rule = typical if self.typical else sampled
+        return rule(tree, logits, uniforms, self.sampling.probabilities)
 
 
 @dataclass
@@ -220,7 +221,7 @@ class _Batch:
         last = self.lengths - 1
         logits = self.target.logits(rows_at(states.last_hidden, last))  # [B, V]
         if self.rule.sampling.is_greedy:
-            newest = logits.argmax(-1)
+            newest = logits.max(-1).indices
         else:
             newest = draw(self.rule.sampling.probabilities(logits), self._uniforms(1)[0][:, 0])
         following = torch.cat([padded[:, 1:], padded[:, :1]], dim=1).scatter_(1, last[:, None], newest[:, None])

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import softmax
 
 from bitdraft.speculators.early_stop import ChainLengths, EarlyStop
-from bitdraft.speculators.sampling import Sampling, draw
+from bitdraft.speculators.sampling import Sampling, draw, likeliest
 from bitdraft.speculators.tree import DraftTree, chain_tree
 from bitdraft.speculators.tree_shapes import TreeShape
 
@@ -112,7 +112,7 @@ def _chain(drafter: DraftsByLevel, context: Any, state: Any, plan: DraftPlan, un
         if lengths and not lengths.reach(depth, torch.stack(confidences, dim=1)):
             break
         if plan.sampling.is_greedy:
-            chosen = logits.argmax(-1)
+            chosen = likeliest(logits)
         else:
             probabilities = plan.sampling.probabilities(logits)
             proposals.append(drafter.over_target(probabilities))
@@ -185,11 +185,13 @@ def _fixed(
             raise ValueError(
                 f"a node of the draft tree has {level.width} choices, the draft vocabulary {logits.shape[-1]} tokens"
             )
+        # Medusa expands one row to all nodes of a depth: what is said about it is computed once.
+        distinct = logits[:, :1] if logits.stride(1) == 0 else logits
         if sampling.is_greedy:
-            choices = logits.topk(level.width, dim=-1).indices  # [B, rows, width]
+            choices = distinct.topk(level.width, dim=-1).indices.expand(-1, len(rows), -1)  # [B, rows, width]
             possible = torch.ones_like(choices, dtype=torch.bool)
         else:
-            probabilities = sampling.probabilities(logits)
+            probabilities = sampling.probabilities(distinct)
             wide = drafter.over_target(probabilities)
             if proposals is None:
                 proposals = wide.new_zeros(len(wide), len(parents), wide.shape[-1])
@@ -210,15 +212,14 @@ def _fixed(
 
 
 def _without_replacement(probabilities: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """``[B, W, S]`` distinct tokens, drawn one after the other from ``[B, W, D]`` with ``uniforms`` ``[B, W, S]``, and
-    whether there was one left to draw."""
-    left, chosen, possible = probabilities.clone(), [], []
-    for rank in range(uniforms.shape[-1]):
-        total = left.sum(-1)
-        possible.append(total > 0)
-        token = draw(left / total.clamp(min=torch.finfo(left.dtype).tiny)[..., None], uniforms[..., rank])
-        chosen.append(token)
-        left.scatter_(-1, token[..., None], 0.0)
+    """``[B, W, S]`` distinct tokens, drawn one after the other from ``[B, W, D]`` (or ``[B, 1, D]`` for all) with
+    ``uniforms`` ``[B, W, S]``, and whether there was one left to draw."""
+    left = probabilities.expand(-1, uniforms.shape[1], -1).clone(memory_format=torch.contiguous_format)
+    chosen, possible = [], []
+    for uniform in uniforms.unbind(-1):
+        possible.append(left.amax(-1) > 0)
+        chosen.append(draw(left, uniform))
+        left.scatter_(-1, chosen[-1][..., None], 0.0)
     return torch.stack(chosen, dim=-1), torch.stack(possible, dim=-1)
 
 

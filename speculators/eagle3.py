@@ -119,10 +119,6 @@ class Eagle3Head(DraftHead):
         return layer
 
     @property
-    def longest_draft(self) -> None:
-        return None
-
-    @property
     def output_weight(self) -> Tensor:
         return self.lm_head.weight
 

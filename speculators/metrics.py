@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+FEWEST_PROMPTS = 8
+"""Prompts below which a bootstrap interval is far too narrow to be given."""
+
 
 @dataclass(frozen=True)
 class Acceptance:
@@ -118,29 +121,9 @@ def ratio_interval(
     return float(low), float(high)
 
 
-def length_difference_interval(
-    a: Sequence[Acceptance], b: Sequence[Acceptance], *, resamples: int = 2000, seed: int = 0
-) -> tuple[float, float, float]:
-    """Acceptance length of ``a`` minus that of ``b`` with its paired 95 % bootstrap interval: (difference, low, high).
-
-    ``a[i]`` and ``b[i]`` belong to the same prompt.
-    """
-    if len(a) != len(b):
-        raise ValueError(f"paired comparison of {len(a)} and {len(b)} prompts")
-    draws = bootstrap_draws(len(a), resamples, seed)
-    differences = _resampled_lengths(a, draws) - _resampled_lengths(b, draws)
-    low, high = np.quantile(differences, [0.025, 0.975])
-    point = total(a, a[0].draft_length).length - total(b, b[0].draft_length).length
-    return point, float(low), float(high)
-
-
 def bootstrap_draws(prompts: int, resamples: int, seed: int) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
     """``[resamples, prompts]``: indices of the prompts that each resample draws."""
     return np.random.default_rng(seed).integers(0, prompts, size=(resamples, prompts))
-
-
-def _resampled_lengths(parts: Sequence[Acceptance], draws: np.ndarray) -> np.ndarray:
-    return _resampled_ratios([p.emitted for p in parts], [p.passes for p in parts], draws)
 
 
 def _resampled_ratios(numerators: Sequence[float], denominators: Sequence[float], draws: np.ndarray) -> np.ndarray:

@@ -58,7 +58,7 @@ class NgramDrafter(Drafter):
 
 
 class NgramState(DraftState):
-    """The tokens of every sequence. The loop never shows a prompt's first one; no draft needs it."""
+    """The tokens of every sequence."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -69,7 +69,7 @@ class NgramState(DraftState):
         batch, rows = context.next_tokens.shape
         if self.tokens is None:
             self.tokens = context.next_tokens.new_zeros(batch, self.slots)
-            self.tokens[:, 0] = UNKNOWN
+            self.tokens[:, 0] = UNKNOWN if context.first_tokens is None else context.first_tokens
         row = torch.arange(rows, device=context.start.device)
         sequence, kept = (row <= context.newest[:, None]).nonzero(as_tuple=True)
         self.tokens[sequence, context.start[sequence] + 1 + kept] = context.next_tokens[sequence, kept]

@@ -39,11 +39,11 @@ class Sampling:
         border of top-p, the lower ids stay.
         """
         if self.is_greedy:
-            best = logits.argmax(-1, keepdim=True)
+            best = likeliest(logits)[..., None]
             return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, best, 1.0)
-        logits = logits.float()
+        scaled = logits.to(torch.float32, copy=True)
         # Less the maximum first: at temperatures near 0 the quotient would overflow.
-        scaled = (logits - logits.amax(-1, keepdim=True)).div_(self.temperature)
+        scaled.sub_(scaled.amax(-1, keepdim=True)).div_(self.temperature)
         if 0 < self.top_k < scaled.shape[-1]:
             least = scaled.topk(self.top_k).values[..., -1:]
             scaled.masked_fill_(scaled < least, -math.inf)
@@ -51,18 +51,42 @@ class Sampling:
         return probabilities if self.top_p == 1 else _nucleus(probabilities, self.top_p)
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """The token of the highest logit, the first of equally high ones: ``[..., V]`` → int64 ``[...]``."""
+    return logits.max(-1).indices  # ``argmax`` gives the same, in bf16 on a CPU 5 to 7 times slower
+
+
 def _nucleus(probabilities: Tensor, share: float) -> Tensor:
     """Only the tokens before which, counted from the likeliest, less than ``share`` lies (Holtzman et al. 2020)."""
-    # All tokens below (1 - share) / V together hold less than 1 - share, so none of them stays and only the others are
-    # sorted: 2 to 9 times faster on a CPU at V = 150,000 (Zipf exponents 1.2 to 2). Half of that bound, for rounding.
-    bound = (1 - share) / probabilities.shape[-1] / 2
-    ordered = probabilities.topk(int((probabilities >= bound).sum(-1).max())).values
-    count = (ordered.cumsum(-1) - ordered < share).sum(-1, keepdim=True)  # [..., 1] tokens that stay
-    least = ordered.gather(-1, count - 1)
-    above, equal = probabilities > least, probabilities == least
-    places = count - above.sum(-1, keepdim=True)  # for those as likely as the last
-    kept = probabilities.masked_fill(~(above | equal & (equal.cumsum(-1) <= places)), 0)
-    return kept.div_(kept.sum(-1, keepdim=True))
+    rows = probabilities.reshape(-1, probabilities.shape[-1])  # [R, V]
+    least, surplus = _border(rows, share)
+    kept = rows.masked_fill(rows < least, 0)
+    (tied,) = surplus.squeeze(1).nonzero(as_tuple=True)
+    equal = rows[tied] == least[tied]
+    place = equal.cumsum(-1, dtype=torch.int32)
+    kept[tied] = kept[tied].masked_fill_(equal & (place > place[:, -1:] - surplus[tied]), 0)
+    return kept.div_(kept.sum(-1, keepdim=True)).view_as(probabilities)
+
+
+def _border(probabilities: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Of each row ``[R, V]`` the least likely token that stays, as its probability ``[R, 1]``, and how many tokens that
+    are as likely ``[R, 1]`` do not."""
+    vocabulary = probabilities.shape[-1]
+    least = probabilities.new_empty(len(probabilities), 1)
+    surplus = torch.zeros_like(least, dtype=torch.int64)
+    row, width = torch.arange(len(probabilities), device=probabilities.device), 64
+    # Most rows need few tokens and some need thousands: only those go on to more. With a real target's logits on a CPU
+    # 4 to 6 times faster than to go as far as the flattest row for all.
+    while True:
+        ordered = probabilities.topk(min(width, vocabulary)).values
+        before = ordered.cumsum(-1) - ordered
+        count = (before < share).sum(-1, keepdim=True)
+        border = ordered.gather(-1, count - 1)
+        least[row], surplus[row] = border, (ordered >= border).sum(-1, keepdim=True) - count
+        beyond = ordered[:, -1] == border.squeeze(1)  # more tokens may stay, or be as likely as the last that does
+        if width >= vocabulary or not beyond.any():
+            return least, surplus
+        probabilities, row, width = probabilities[beyond], row[beyond], 8 * width
 
 
 def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
@@ -75,4 +99,4 @@ def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     # Parallel sums need not ascend where they should stand still, so tokens of probability 0 are taken out.
     cumulative = probabilities.cumsum(-1, dtype=torch.float64).masked_fill_(probabilities <= 0, -1.0)
     wanted = uniforms[..., None] * cumulative.amax(-1, keepdim=True)
-    return (cumulative > wanted).to(torch.uint8).argmax(-1)  # the first that is larger
+    return (cumulative > wanted).max(-1).indices  # the first that is larger

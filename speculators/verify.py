@@ -1,21 +1,26 @@
 """Accepting and rejecting drafted tokens: pure functions of tensors.
 
-Every rule takes a ``DraftTree`` and what the target said at each of its nodes, and returns a ``Verdict``. The
-target's row at a node is about the token that *follows* it, so a node is judged by its parent's row. ``greedy`` and
+Every rule takes a ``DraftTree`` and the target's logits at each of its nodes, and returns a ``Verdict``. The target's
+row at a node is about the token that *follows* it, so a node is judged by its parent's row. ``greedy`` and
 ``sampled`` leave the target's output as it would be without drafts; ``typical`` does not. All chance comes in as
-``uniforms`` in [0, 1), so a sequence's verdict does not depend on the others in its batch.
+``uniforms`` in [0, 1), so a sequence's verdict does not depend on the others in its batch. Logits become probabilities
+only at the nodes that a verdict reaches: with a large vocabulary nothing else in it takes as long.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bitdraft.speculators.sampling import draw
+from bitdraft.speculators.sampling import draw, likeliest
 from bitdraft.speculators.tree import DraftTree
 
-# B sequence, N node, V vocabulary, L longest path.
+# B sequence, N node, V vocabulary, L longest path, R (sequence, node) that is looked at.
+
+Distribution = Callable[[Tensor], Tensor]
+"""From logits ``[R, V]`` to the probabilities that tokens are drawn from, ``[R, V]``; ``Sampling.probabilities``."""
 
 
 @dataclass(frozen=True)
@@ -40,21 +45,27 @@ def greedy(tree: DraftTree, logits: Tensor) -> Verdict:
 
     The deepest such node counts, the first of equally deep ones.
     """
-    choices = logits.argmax(-1)  # [B, N]
+    choices = likeliest(logits)  # [B, N]
     agrees = tree.tokens == choices.gather(1, _parents(tree))
     last = _deepest(tree, torch.where(agrees, 0.0, -math.inf))
     return _verdict(tree, last, _at(choices, last))
 
 
 def typical(
-    tree: DraftTree, probabilities: Tensor, uniforms: Tensor, *, epsilon: float = 0.09, delta: float = 0.3
+    tree: DraftTree,
+    logits: Tensor,
+    uniforms: Tensor,
+    distribution: Distribution,
+    *,
+    epsilon: float = 0.09,
+    delta: float = 0.3,
 ) -> Verdict:
     """Medusa's typical acceptance (Cai et al. 2024, §2.3.1). Lossy: the output is not distributed as the target's.
 
     A draft ``x`` is kept where ``p(x) > min(epsilon, delta · exp(-H(p)))``, with ``H`` the entropy in nats of the
     target's distribution ``p`` at its parent; of the kept paths the longest wins, of equally long ones the likeliest.
-    ``probabilities``: ``[B, N, V]``, temperature applied. ``uniforms`` ``[B, M ≥ 1]``: column 0 draws the bonus, from
-    ``p`` at the last kept node, so that without drafts this is plain sampling (Medusa takes the argmax).
+    ``p`` is the ``distribution`` of the ``logits`` ``[B, N, V]``. ``uniforms`` ``[B, M ≥ 1]``: column 0 draws the
+    bonus, from ``p`` at the last kept node, so that without drafts this is plain sampling (Medusa takes the argmax).
 
     Raises ``ValueError`` if a threshold is out of range.
     """
@@ -62,21 +73,29 @@ def typical(
         raise ValueError(f"epsilon of typical acceptance must be between 0 and 1, got {epsilon}")
     if not delta >= 0:
         raise ValueError(f"delta of typical acceptance must be at least 0, got {delta}")
-    entropy = torch.special.entr(probabilities).sum(-1)  # [B, N]
-    threshold = (delta * torch.exp(-entropy)).clamp(max=epsilon)
-    parents = _parents(tree)
-    rows = torch.arange(len(parents), device=parents.device)
-    likelihood = probabilities[rows[:, None], parents, tree.tokens]  # [B, N]: of each node, told by its parent
-    kept = likelihood > threshold.gather(1, parents)
-    last = _deepest(tree, likelihood.log().masked_fill_(~kept, -math.inf))
-    return _verdict(tree, last, draw(probabilities[rows, last], uniforms[:, 0]))
+    rows = torch.arange(len(tree.tokens), device=tree.tokens.device)
+    row, node = rows, torch.zeros_like(rows)  # [R]: kept nodes of one depth
+    score = torch.full(tree.tokens.shape, -math.inf, dtype=torch.float64, device=rows.device)  # log p of the kept nodes
+    while len(row):
+        is_child = tree.real[row] & (tree.parents[row] == node[:, None])  # [R, N]
+        inner = is_child.any(1)
+        row, node, is_child = row[inner], node[inner], is_child[inner]
+        p = distribution(logits[row, node])  # [R, V]
+        entropy = torch.special.entr(p).sum(-1, keepdim=True)
+        threshold = (delta * torch.exp(-entropy)).clamp(max=epsilon)
+        likelihood = p.gather(1, tree.tokens[row])  # [R, N]
+        parent, node = (is_child & (likelihood > threshold)).nonzero(as_tuple=True)
+        row = row[parent]
+        score[row, node] = likelihood[parent, node].double().log()
+    last = _deepest(tree, score)
+    return _verdict(tree, last, draw(distribution(logits[rows, last]), uniforms[:, 0]))
 
 
-def sampled(tree: DraftTree, probabilities: Tensor, uniforms: Tensor) -> Verdict:
-    """Speculative sampling: whatever was drafted, the output is distributed as the target's ``probabilities``.
+def sampled(tree: DraftTree, logits: Tensor, uniforms: Tensor, distribution: Distribution) -> Verdict:
+    """Speculative sampling: whatever was drafted, the output is distributed as the target's own would be.
 
-    ``probabilities``: ``[B, N, V]``, temperature and cuts applied; computed in their dtype. ``uniforms``: ``[B, M]``,
-    independent, ``M`` at least ``uniforms_needed(N)``.
+    That is the ``distribution`` of the ``logits`` ``[B, N, V]``: temperature and cuts applied, computed in its dtype.
+    ``uniforms``: ``[B, M]``, independent, ``M`` at least ``uniforms_needed(N)``.
 
     The children of a node are tried in order. With ``p`` the target's distribution there and ``q`` the proposal, a
     child ``x`` is kept with probability ``min(1, p(x) / q(x))``; else ``p`` becomes ``norm(max(p - q, 0))``, ``x`` is
@@ -93,7 +112,7 @@ def sampled(tree: DraftTree, probabilities: Tensor, uniforms: Tensor) -> Verdict
     rows = torch.arange(batch, device=tree.tokens.device)
     order = _sibling_order(tree)
     node, tried = torch.zeros_like(rows), torch.zeros_like(rows)  # [B]: where the walk stands, its children tried
-    rest = probabilities[:, 0].clone()  # [B, V]: p, less what the refused children stood for
+    rest = distribution(logits[rows, node])  # [B, V]: p, less what the refused children stood for
     left = None if tree.proposals is None else tree.proposals[:, 0].clone()  # [B, V]: q, less the refused children
     while True:
         is_next = tree.real & (tree.parents == node[:, None]) & (order == tried[:, None])  # [B, N], at most one a row
@@ -106,7 +125,7 @@ def sampled(tree: DraftTree, probabilities: Tensor, uniforms: Tensor) -> Verdict
         keeps = drawn & (_at(uniforms, child) * offered < _at(rest, token))
         # Only the rows concerned are touched: [V] is long, and most rows keep their first child.
         kept, refused = keeps.nonzero().squeeze(1), (drawn & ~keeps).nonzero().squeeze(1)
-        rest[kept] = probabilities[kept, child[kept]]
+        rest[kept] = distribution(logits[kept, child[kept]])
         if tree.proposals is None or left is None:  # greedy drafts
             rest[refused] = _residual(rest[refused], _point_mass(rest[refused], token[refused]))
         else:

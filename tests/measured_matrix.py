@@ -100,6 +100,7 @@ def cell(
         "drafts": "greedy",
         "rule": "greedy",
         "lossless": True,
+        "tree_settings": "",
         "tree": "none",
         "batch_size": 48,
         "max_new_tokens": 64,

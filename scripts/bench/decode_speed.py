@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -54,9 +54,13 @@ class Options:
     """Shipped held-out prompts, every tenth."""
     max_new_tokens: int = 96
     rounds: int = 5
-    dtype: str = "auto"
-    threads: int | None = None
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     json: Annotated[Path | None, tyro.conf.arg(name="json")] = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "max_new_tokens", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
 
 
 @dataclass
@@ -64,7 +68,7 @@ class Variant:
     """One way of decoding, and what it took: per round, over all prompts."""
 
     run: Callable[[list[int]], tuple[list[int], Generation | None, Seconds]]
-    kind: str = ""
+    head: str = ""
     plan: DraftPlan | None = None
     seconds: list[Seconds] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
@@ -76,8 +80,6 @@ class Variant:
 
 
 def main(options: Options) -> None:
-    if options.threads:
-        torch.set_num_threads(options.threads)
     name = resolve_target(options.target, read_environment().cache_dir)
     target = load_target(name, load_recipe(options.target_quant), dtype=chosen_dtype(options.dtype, "cpu"))
     tokenizer = load_tokenizer(name)
@@ -106,6 +108,10 @@ def main(options: Options) -> None:
     _print(document)
     if options.json:
         write_text_atomically(options.json, json.dumps(document, indent=2) + "\n")
+    failed = [name for name, h in document["variants"].items() if h["lossless_failed"]]
+    if failed:
+        print(f"error: not lossless: {', '.join(failed)}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _variants(options: Options, target: LowBitTarget, tokenizer: Any, end_ids: set[int]) -> dict[str, Variant]:
@@ -140,11 +146,13 @@ def _variants(options: Options, target: LowBitTarget, tokenizer: Any, end_ids: s
     variants = {"plain": Variant(ours(None, None)), "generate": Variant(theirs)}
     traffic = PromptSet("traffic", tuple(read_conversations([demo_file("traffic")])))
     answers = None
-    for path in options.heads:
-        head = load_head(path, target)
+    heads = [load_head(path, target) for path in options.heads]
+    kinds = [head.kind for head in heads]
+    for path, head in zip(options.heads, heads, strict=True):
+        name = head.kind if kinds.count(head.kind) == 1 else f"{head.kind} {path}"
         for length in options.draft_length:
             plan = DraftPlan(length=length)
-            variants[f"{head.kind} chain {length}"] = Variant(ours(head, plan), head.kind, plan)
+            variants[f"{name} chain {length}"] = Variant(ours(head, plan), name, plan)
             for nodes in options.trees:
                 if answers is None:
                     how = Decoding(max_new_tokens=64, batch_size=40)
@@ -152,7 +160,7 @@ def _variants(options: Options, target: LowBitTarget, tokenizer: Any, end_ids: s
                 assert isinstance(head, DraftHead)
                 accuracies = rank_accuracies(target, head, [e for t in answers for e in t], depth=length, ranks=8)
                 plan = DraftPlan(length=length, shape=sparse(accuracies, nodes, depth=length))
-                variants[f"{head.kind} tree {length}/{nodes}"] = Variant(ours(head, plan), head.kind, plan)
+                variants[f"{name} tree {length}/{nodes}"] = Variant(ours(head, plan), name, plan)
     return variants
 
 
@@ -161,7 +169,7 @@ def _document(
 ) -> dict[str, Any]:
     plain, generic = variants["plain"], variants["generate"]
     passes = sum(g.counts.passes for g in plain.generations)
-    heads: dict[str, Any] = {}
+    drafted: dict[str, dict[str, Any]] = {}
     for name, variant in variants.items():
         if variant.plan is None:
             continue
@@ -169,8 +177,8 @@ def _document(
         steps = counts.passes * variant.plan.length
         checked = compare_with_plain(target, ids, prompts, variant.answers, plain.answers)
         shares = [{k: v / s.total for k, v in asdict(s).items()} for s in variant.seconds]
-        heads[name] = {
-            "kind": variant.kind,
+        drafted[name] = {
+            "head": variant.head,
             "tokens_per_second": statistics.median(variant.tokens / s.total for s in variant.seconds),
             "speedup": _ratio(variant, plain),
             "speedup_over_generate": _ratio(variant, generic),
@@ -201,8 +209,15 @@ def _document(
         "machine": machine_facts(),
         "plain_tokens_per_second": statistics.median(plain.tokens / s.total for s in plain.seconds),
         "generate_tokens_per_second": statistics.median(generic.tokens / s.total for s in generic.seconds),
-        "heads": heads,
+        "heads": {head: _best(drafted, head) for head in dict.fromkeys(d["head"] for d in drafted.values())},
+        "variants": drafted,
     }
+
+
+def _best(drafted: dict[str, dict[str, Any]], head: str) -> dict[str, Any]:
+    """A head's fastest variant."""
+    name = max((n for n, d in drafted.items() if d["head"] == head), key=lambda n: drafted[n]["speedup"])
+    return {"variant": name, **drafted[name]}
 
 
 def _ratio(variant: Variant, base: Variant) -> float:
@@ -217,7 +232,7 @@ def _print(document: dict[str, Any]) -> None:
     print(f"transformers' generate {document['generate_tokens_per_second']:.1f} tokens/s")
     columns = f"{'tokens/s':>8} {'× plain':>8} {'× generate':>10} {'c':>6} {'verify':>7} {'length':>7}"
     print(f"{'':22} {columns}  draft / verify / other")
-    for name, h in document["heads"].items():
+    for name, h in document["variants"].items():
         shares = " / ".join(f"{h['shares'][k]:.0%}" for k in ("draft", "verify", "other"))
         print(
             f"{name:22} {h['tokens_per_second']:8.1f} {h['speedup']:8.2f} {h['speedup_over_generate']:10.2f} "

@@ -136,7 +136,7 @@ def test_positions_that_few_passes_tried_take_over_the_one_before() -> None:
     found = fit(confidence, accepted)
     assert found.temperature[2] == found.temperature[1] != found.temperature[0]
     assert found.shift[2] == found.shift[1]
-    with pytest.raises(ValueError, match="at least 100 passes, got 99: use more prompts"):
+    with pytest.raises(ValueError, match="at least 100 passes, got 99: give more traffic prompts"):
         fit(confidence[:99], accepted[:99])
 
 

@@ -24,7 +24,7 @@ from bitdraft.speculators.metrics import total
 from bitdraft.speculators.sampling import Sampling
 from bitdraft.speculators.tree import DraftTree
 from bitdraft.speculators.tree_shapes import cartesian
-from bitdraft.speculators.verify import Verdict, sampled
+from bitdraft.speculators.verify import Distribution, Verdict, sampled
 
 NEW_TOKENS, COPIES = 4, 1500
 PROMPT = [0, 3, 7]
@@ -130,27 +130,27 @@ def test_drafts_leave_the_target_s_distribution(
 # --- what is wrong is found -------------------------------------------------------------------------------------------
 
 
-def lenient(tree: DraftTree, probabilities: Tensor, uniforms: Tensor) -> Verdict:
+def lenient(tree: DraftTree, logits: Tensor, uniforms: Tensor, distribution: Distribution) -> Verdict:
     """Drafts are kept with probability min(1, 2 p / q)."""
-    return sampled(tree, probabilities, uniforms / 2)
+    return sampled(tree, logits, uniforms / 2, distribution)
 
 
-def without_residual(tree: DraftTree, probabilities: Tensor, uniforms: Tensor) -> Verdict:
+def without_residual(tree: DraftTree, logits: Tensor, uniforms: Tensor, distribution: Distribution) -> Verdict:
     """After a refusal siblings are judged, and the bonus is drawn, by the target's distribution as it was."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify_module, "_residual", lambda rest, _proposal: rest)
-        return sampled(tree, probabilities, uniforms)
+        return sampled(tree, logits, uniforms, distribution)
 
 
-def as_if_drawn(tree: DraftTree, probabilities: Tensor, uniforms: Tensor) -> Verdict:
+def as_if_drawn(tree: DraftTree, logits: Tensor, uniforms: Tensor, distribution: Distribution) -> Verdict:
     """Greedy drafts are judged as if any token could have been proposed."""
-    return sampled(replace(tree, proposals=torch.full_like(probabilities, 1 / 12)), probabilities, uniforms)
+    return sampled(replace(tree, proposals=torch.full(logits.shape, 1 / 12)), logits, uniforms, distribution)
 
 
-def by_token(tree: DraftTree, probabilities: Tensor, uniforms: Tensor) -> Verdict:
+def by_token(tree: DraftTree, logits: Tensor, uniforms: Tensor, distribution: Distribution) -> Verdict:
     """Chains end where the drawn token is an even one."""
     real = tree.real & torch.cat([tree.real[:, :1], tree.tokens[:, 1:] % 2 == 1], dim=1).cumprod(1).bool()
-    return sampled(replace(tree, real=real), probabilities, uniforms)
+    return sampled(replace(tree, real=real), logits, uniforms, distribution)
 
 
 @pytest.mark.parametrize(

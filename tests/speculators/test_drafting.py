@@ -216,6 +216,40 @@ def test_siblings_are_drawn_one_after_the_other_without_replacement() -> None:
     assert p_value(counts, torch.tensor([q[a] * q[b] / (1 - q[a]) for a, b in pairs]).double()) > 1e-4
 
 
+class OneRow(Table):
+    """Like Medusa: the same logits for all nodes of a depth, as one row that is ``expanded`` to them or as copies."""
+
+    def __init__(self, size: int, *, expanded: bool) -> None:
+        super().__init__(size)
+        self.expanded = expanded
+
+    def following(self, state: Any, tokens: Tensor, parents: Tensor) -> Tensor:
+        logits = super().following(state, tokens, parents)[:, :1].expand(-1, tokens.shape[1], -1)
+        return logits if self.expanded else logits.contiguous()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, top_p=0.8)], ids=["greedy", "drawn"])
+def test_a_row_that_holds_for_all_nodes_of_a_depth_is_looked_at_once(
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = DraftPlan(length=3, shape=cartesian([3, 2, 2]), sampling=sampling)
+    copies = drafted(OneRow(6, expanded=False), plan, batch=4)
+    shapes: list[tuple[int, ...]] = []
+    compute = Sampling.probabilities
+
+    def watched(self: Sampling, logits: Tensor) -> Tensor:
+        shapes.append(tuple(logits.shape))
+        return compute(self, logits)
+
+    monkeypatch.setattr(Sampling, "probabilities", watched)
+    tree = drafted(OneRow(6, expanded=True), plan, batch=4)
+    assert shapes == ([] if sampling.is_greedy else [(4, 1, 6)] * 3)
+    assert torch.equal(tree.tokens, copies.tokens) and torch.equal(tree.real, copies.real)
+    if not sampling.is_greedy:
+        assert tree.proposals is not None and copies.proposals is not None
+        assert torch.equal(tree.proposals, copies.proposals)
+
+
 def test_where_no_token_is_left_a_node_is_filler_and_so_is_what_follows_it() -> None:
     table = Table(6)
     plan = DraftPlan(length=2, shape=cartesian([3, 2]), sampling=Sampling(temperature=1.0, top_k=2))

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from bitdraft.speculators.metrics import (
     Acceptance,
-    length_difference_interval,
     length_interval,
     rate_interval,
     ratio_interval,
@@ -113,19 +112,3 @@ def test_more_prompts_narrow_the_interval() -> None:
     few = [counted(full([a] * 5)) for a in (0, 1, 2, 3)]
     wide, narrow = length_interval(few), length_interval(few * 25)
     assert narrow[1] - narrow[0] < (wide[1] - wide[0]) / 3
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(st.integers(0, K - 1), min_size=1, max_size=8), min_size=1, max_size=6))
-def test_a_paired_difference_has_the_sign_of_the_gain(accepted: list[list[int]]) -> None:
-    worse = [counted(full(p)) for p in accepted]
-    better = [counted(full([a + 1 for a in p])) for p in accepted]
-    # Pairing removes what the prompts have in common: the interval has no width.
-    assert length_difference_interval(better, worse) == pytest.approx((1.0, 1.0, 1.0))
-    assert length_difference_interval(worse, better)[0] == pytest.approx(-1.0)
-    assert length_difference_interval(worse, worse) == (0.0, 0.0, 0.0)
-
-
-def test_unpaired_prompts_are_refused() -> None:
-    with pytest.raises(ValueError, match="paired comparison of 1 and 2 prompts"):
-        length_difference_interval([counted(full([1]))], [counted(full([1])), counted(full([2]))])

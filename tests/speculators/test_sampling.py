@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bitdraft.speculators.sampling import Sampling, draw
+from bitdraft.speculators.sampling import Sampling, draw, likeliest
 
 logits_rows = st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=8)  # few values, so that ties are common
 
@@ -40,6 +40,30 @@ def test_probabilities_follow_the_slow_transcription(
         assert row == pytest.approx(slow_probabilities(values, temperature, top_k, top_p), rel=1e-5)
 
 
+def sorted_nucleus(probabilities: Tensor, share: float) -> Tensor:
+    """Sort everything; equally likely tokens by id."""
+    ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
+    stays = ordered.cumsum(-1) - ordered < share
+    kept = torch.zeros_like(probabilities).scatter_(-1, ids, ordered * stays)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.99, 0.9999])
+@pytest.mark.parametrize("steps", [0.25, 1.0, 8.0], ids="ties {}".format)
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 700, 5000])
+def test_top_p_of_rows_that_need_few_tokens_and_rows_that_need_most(size: int, steps: float, share: float) -> None:
+    logits = torch.randn(3, 4, size, generator=torch.Generator().manual_seed(size))
+    logits *= torch.tensor([0.0, 0.3, 2.0, 6.0])[:, None]  # from no preference to a strong one
+    logits = (logits * steps).round() / steps
+    options = Sampling(temperature=1.0, top_p=share)
+    assert torch.equal(options.probabilities(logits), sorted_nucleus(logits.softmax(-1), share))
+
+
+@pytest.mark.parametrize("options", [Sampling(), Sampling(temperature=1.0, top_k=2, top_p=0.9)], ids=str)
+def test_no_rows(options: Sampling) -> None:
+    assert options.probabilities(torch.empty(0, 5)).shape == (0, 5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_logits_are_left_as_they_are(dtype: torch.dtype) -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.5, -1.0]], dtype=dtype)
@@ -61,7 +85,13 @@ def test_temperature_zero_is_the_limit() -> None:
     assert not Sampling(temperature=1e-37).is_greedy
 
 
-def test_greedy_takes_the_first_of_equals() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_greedy_takes_the_first_of_equals(dtype: torch.dtype) -> None:
+    """Also where the row is long enough to be searched in parts."""
+    logits = torch.randn(200, 3000, generator=torch.Generator().manual_seed(0)).round().to(dtype)
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert likeliest(logits).tolist() == expected == logits.argmax(-1).tolist()
+    assert likeliest(torch.zeros(2, 3000, dtype=dtype)).tolist() == [0, 0]
     assert Sampling().probabilities(torch.tensor([1.0, 5.0, 5.0])).tolist() == [0, 1, 0]
 
 

@@ -26,6 +26,11 @@ class Case:
     uniforms: Tensor  # [B, N] fp64
 
 
+def as_given(probabilities: Tensor) -> Tensor:
+    """For targets that are given as probabilities."""
+    return probabilities
+
+
 def random_distributions(generator: torch.Generator, *shape: int) -> Tensor:
     """fp64 rows that sum to 1; a third of the entries are 0."""
     p = torch.rand(*shape, V, generator=generator, dtype=torch.float64)
@@ -65,8 +70,8 @@ def rows_of(case: Case, rows: list[int]) -> Case:
 Rule = Callable[[Case], Verdict]
 RULES: list[Rule] = [
     lambda case: greedy(case.tree, case.target),
-    lambda case: sampled(case.tree, case.target, case.uniforms),
-    lambda case: typical(case.tree, case.target, case.uniforms, epsilon=0.2, delta=0.5),
+    lambda case: sampled(case.tree, case.target, case.uniforms, as_given),
+    lambda case: typical(case.tree, case.target, case.uniforms, as_given, epsilon=0.2, delta=0.5),
 ]
 
 
@@ -192,7 +197,7 @@ def test_sampled_follows_the_transcription(case: Case) -> None:
         )
         for b in range(len(tree.tokens))
     ]
-    assert told(sampled(tree, case.target, case.uniforms)) == expected
+    assert told(sampled(tree, case.target, case.uniforms, as_given)) == expected
 
 
 @settings(max_examples=200, deadline=None)
@@ -204,7 +209,7 @@ def test_typical_follows_the_transcription(case: Case, epsilon: float, delta: fl
         rows = tree.tokens[b].tolist(), tree.parents[b].tolist(), tree.real[b].tolist(), case.target[b].tolist()
         path = slow_typical(*rows, epsilon, delta)
         expected.append((path, slow_draw(rows[3][path[-1]], float(case.uniforms[b, 0]))))
-    assert told(typical(tree, case.target, case.uniforms, epsilon=epsilon, delta=delta)) == expected
+    assert told(typical(tree, case.target, case.uniforms, as_given, epsilon=epsilon, delta=delta)) == expected
 
 
 # --- laws that every rule obeys ---------------------------------------------------------------------------------------
@@ -275,8 +280,37 @@ def test_a_target_without_doubt_is_decoded_greedily(case: Case) -> None:
     sure = torch.zeros_like(case.target).scatter_(-1, case.target.argmax(-1, keepdim=True), 1.0)
     tree = without_repeats(case.tree)
     expected = told(greedy(tree, sure))
-    assert told(sampled(tree, sure, case.uniforms)) == expected
-    assert told(typical(tree, sure, case.uniforms)) == expected
+    assert told(sampled(tree, sure, case.uniforms, as_given)) == expected
+    assert told(typical(tree, sure, case.uniforms, as_given)) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_logits_become_probabilities_only_where_a_verdict_needs_them(case: Case) -> None:
+    """``sampled``: once at every node of the path. ``typical``: at kept nodes that have children, and at the last."""
+    tree, (batch, nodes) = case.tree, case.tree.tokens.shape
+    numbers = torch.arange(batch * nodes).reshape(batch, nodes, 1).expand(-1, -1, V)  # "logits" that say whose they are
+    asked: list[tuple[int, int]] = []
+
+    def distribution(logits: Tensor) -> Tensor:
+        asked.extend(divmod(number, nodes) for number in logits[:, 0].tolist())
+        return case.target.flatten(0, 1)[logits[:, 0]]
+
+    verdict = sampled(tree, numbers, case.uniforms, distribution)
+    assert told(verdict) == told(RULES[1](case))
+    assert sorted(asked) == sorted((b, n) for b, path in enumerate(verdict.path.tolist()) for n in set(path))
+
+    asked.clear()
+    verdict = typical(tree, numbers, case.uniforms, distribution, epsilon=0.2, delta=0.5)
+    assert told(verdict) == told(RULES[2](case))
+    ends = [(b, path[-1]) for b, path in enumerate(verdict.path.tolist())]
+    assert asked[-batch:] == ends
+    kept = set(asked[:-batch])
+    assert len(kept) == len(asked) - batch
+    for b, n in kept:
+        assert (tree.real[b] & (tree.parents[b] == n)).any(), "it has children"
+        assert n == 0 or (b, int(tree.parents[b, n])) in kept
+    assert all((b, n) in kept for b, path in enumerate(verdict.path.tolist()) for n in path[: verdict.accepted[b]])
 
 
 # --- single cases -----------------------------------------------------------------------------------------------------
@@ -321,9 +355,11 @@ def test_only_uniforms_that_are_needed_are_looked_at() -> None:
     )
     more = torch.cat([case.uniforms, torch.tensor([[math.nan]])], dim=1)
     assert uniforms_needed(3) == 3
-    assert told(sampled(case.tree, case.target, more)) == told(sampled(case.tree, case.target, case.uniforms))
+    assert told(sampled(case.tree, case.target, more, as_given)) == told(
+        sampled(case.tree, case.target, case.uniforms, as_given)
+    )
     with pytest.raises(AssertionError, match="one uniform per node"):
-        sampled(case.tree, case.target, case.uniforms[:, :2])
+        sampled(case.tree, case.target, case.uniforms[:, :2], as_given)
 
 
 def test_typical_thresholds_are_the_papers() -> None:
@@ -331,8 +367,18 @@ def test_typical_thresholds_are_the_papers() -> None:
     tree = chain_tree(torch.tensor([0, 0, 0]), torch.tensor([[1], [1], [1]]))
     rows = torch.tensor([[0.25] * 4, [0.90, 0.08, 0.01, 0.01], [0.88, 0.10, 0.01, 0.01]], dtype=torch.float64)
     target = rows[:, None].expand(3, 2, V)
-    assert typical(tree, target, torch.zeros(3, 1)).accepted.tolist() == [1, 0, 1]
-    assert typical(tree, target, torch.zeros(3, 1), delta=1.0, epsilon=0.3).accepted.tolist() == [0, 0, 0]
+    assert typical(tree, target, torch.zeros(3, 1), as_given).accepted.tolist() == [1, 0, 1]
+    assert typical(tree, target, torch.zeros(3, 1), as_given, delta=1.0, epsilon=0.3).accepted.tolist() == [0, 0, 0]
+
+
+def test_of_equally_long_paths_typical_takes_the_one_with_the_highest_product() -> None:
+    """0.3 · 0.5 is more than 0.6 · 0.22, though the sum is less."""
+    parents, depth = torch.tensor([[-1, 0, 0, 1, 2]]), torch.tensor([[0, 1, 1, 2, 2]])
+    tokens = torch.tensor([[0, 1, 2, 1, 2]])
+    tree = DraftTree(tokens, parents, depth, torch.ones_like(tokens, dtype=torch.bool))
+    rows = [[0.05, 0.3, 0.6, 0.05], [0.5, 0.5, 0, 0], [0.78, 0, 0.22, 0], [1.0, 0, 0, 0], [1.0, 0, 0, 0]]
+    target = torch.tensor([rows], dtype=torch.float64)
+    assert told(typical(tree, target, torch.zeros(1, 1), as_given)) == [([0, 1, 3], 0)]
 
 
 @pytest.mark.parametrize(
@@ -347,7 +393,7 @@ def test_typical_thresholds_are_the_papers() -> None:
 def test_thresholds_out_of_range_are_refused(options: dict[str, float], message: str) -> None:
     tree = chain_tree(torch.tensor([0]), torch.tensor([[1]]))
     with pytest.raises(ValueError, match=message):
-        typical(tree, torch.full((1, 2, V), 1 / V), torch.zeros(1, 1), **options)
+        typical(tree, torch.full((1, 2, V), 1 / V), torch.zeros(1, 1), as_given, **options)
 
 
 def test_inputs_are_left_as_they_are() -> None:

@@ -25,6 +25,11 @@ TRIPLES = (-1, 0, 0, 0, 1, 1, 1, 2, 2, 2)  # three, but the last of the first le
 MIXED = (-1, 0, 1, 0, 1, 3, 0, 6)  # siblings that do not stand side by side
 
 
+def as_given(probabilities: Tensor) -> Tensor:
+    """Targets are given as probabilities."""
+    return probabilities
+
+
 @dataclass(frozen=True)
 class Model:
     """What it says about a token after 0, 1 and 2 others: ``[V]``, ``[V, V]``, ``[V, V, V]``."""
@@ -128,7 +133,7 @@ def simulate(world: World, change: Callable[[DraftTree, Tensor], tuple[DraftTree
     uniforms = torch.rand(tree.tokens.shape, generator=generator)
     if change is not None:
         tree, uniforms = change(tree, uniforms)
-    written = answers(world, tree, sampled(tree, target, uniforms), generator)
+    written = answers(world, tree, sampled(tree, target, uniforms, as_given), generator)
     index = (written * torch.tensor([V * V, V, 1])).sum(1)
     return p_value(torch.bincount(index, minlength=V**3), world.target.answers)
 
@@ -167,7 +172,7 @@ def test_the_test_sees_a_target_that_is_a_little_different() -> None:
     off = World(Model((tables[0], tables[1], tables[2])), DRAFTER, PAIRS)
     generator = torch.Generator().manual_seed(0)
     tree, target = draft(off, generator)
-    verdict = sampled(tree, target, torch.rand(tree.tokens.shape, generator=generator))
+    verdict = sampled(tree, target, torch.rand(tree.tokens.shape, generator=generator), as_given)
     index = (answers(off, tree, verdict, generator) * torch.tensor([V * V, V, 1])).sum(1)
     assert p_value(torch.bincount(index, minlength=V**3), TARGET.answers) < 1e-6
 
@@ -224,7 +229,7 @@ def test_broken_promises_are_seen(change: Callable[[DraftTree, Tensor], tuple[Dr
 def verdict_of(world: World) -> Verdict:
     generator = torch.Generator().manual_seed(0)
     tree, target = draft(world, generator)
-    return sampled(tree, target, torch.rand(tree.tokens.shape, generator=generator))
+    return sampled(tree, target, torch.rand(tree.tokens.shape, generator=generator), as_given)
 
 
 def test_a_chain_accepts_what_the_distributions_share() -> None:
@@ -262,7 +267,8 @@ def star(tokens: list[int], proposal: list[float] | None) -> DraftTree:
 
 def at_root(tree: DraftTree, target: list[float], uniforms: list[float]) -> tuple[int, int]:
     """Accepted node and bonus, where all nodes have the same distribution."""
-    verdict = sampled(tree, torch.tensor(target).expand(1, tree.tokens.shape[1], -1), torch.tensor([uniforms]))
+    rows = torch.tensor(target).expand(1, tree.tokens.shape[1], -1)
+    verdict = sampled(tree, rows, torch.tensor([uniforms]), as_given)
     return int(verdict.path[0, -1]), int(verdict.bonus)
 
 

@@ -1,6 +1,8 @@
 """Cells of the gap matrix: what is measured, what is kept, and what is refused."""
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +17,9 @@ from bitdraft.speculators.eagle3 import Eagle3Config, Eagle3Head
 from bitdraft.speculators.export import export_head
 from bitdraft.speculators.medusa import MedusaConfig, MedusaHead
 from bitdraft.speculators.vocab import DraftVocab
+from bitdraft.train.measuring.config import MeasureConfig
 from bitdraft.train.measuring.drafters import DrafterSpec
-from bitdraft.train.measuring.matrix import Bench, MeasureConfig
+from bitdraft.train.measuring.matrix import Bench
 from bitdraft.train.measuring.prompt_sets import PromptSet
 from bitdraft.train.report.recovery import comparisons, measurements
 from bitdraft.train.report.write import markdown
@@ -153,7 +156,9 @@ def test_a_scale_over_the_whole_pass_is_warned_of(
     [
         ({"draft_length": ()}, "--draft-length needs numbers of at least 1"),
         ({"batch_size": (0,)}, "--batch-size needs numbers of at least 1"),
-        ({"tree_widths": (2, 2), "draft_length": (2, 3)}, "give one --draft-length"),
+        ({"tree": "static", "tree_widths": (2, 2), "draft_length": (2, 3)}, "give --draft-length 2"),
+        ({"tree_widths": (2, 2), "draft_length": (2,)}, "--tree-widths is for --tree static"),
+        ({"seed": -1}, "--seed must be at least 0"),
         ({"tree": "dynamic", "stop": "cost"}, "are for chains: leave out --tree"),
         ({"stop_threshold": 0.0}, "--stop-threshold must lie in"),
         ({"temperature": (-1.0,)}, "temperature must be at least 0"),
@@ -168,7 +173,71 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], messa
 
 def test_trees_that_do_not_fit_are_refused(bench: Callable[..., Bench], exports: dict[str, Path]) -> None:
     deep = replace(HOW, draft_length=(4,), tree="static", tree_widths=(2, 1, 1, 1))
-    with pytest.raises(ValueError, match="a draft tree of depth 4 is more than the medusa drafter has"):
+    with pytest.raises(ValueError, match="a draft tree of depth 4 tokens are more than the 3 that the medusa drafter"):
         cells_of(bench(deep), exports["medusa"])
     with pytest.raises(ValueError, match="give --tree-widths"):
         cells_of(bench(replace(HOW, tree="static")), "ngram")
+
+
+def test_lengths_that_a_head_does_not_have_are_left_out_with_a_warning(
+    bench: Callable[..., Bench], exports: dict[str, Path]
+) -> None:
+    (cell,) = cells_of(bench(replace(HOW, draft_length=(3, 5), plain=False)), exports["medusa"])
+    assert {r["draft_length"] for r in cell["results"]} == {3}
+    assert "drafts of 5 tokens are more than the 3 that the medusa drafter has" in cell["warnings"]
+
+
+def test_few_prompts_get_no_interval(bench: Callable[..., Bench], exports: dict[str, Path]) -> None:
+    (cell,) = cells_of(bench(replace(HOW, plain=False)), exports["medusa"])
+    assert [r["ci95"] for r in cell["results"]] == [None, None]
+    assert "one: 3 prompts are too few for intervals" in cell["warnings"]
+    assert "too few" in markdown({"version": 1, "command": "c", "date": "d", "seed": 0, "cells": [cell]})
+
+
+def test_a_prompt_beyond_the_context_stops_everything_before_it_begins(
+    bench: Callable[..., Bench], exports: dict[str, Path], tmp_path: Path
+) -> None:
+    kept = tmp_path / "cells"
+    made = bench(kept=kept)
+    long = Conversation("x", "", (Message("user", "x" * 600),), "q.jsonl, line 7")
+    made.sets = [*made.sets, PromptSet("long", (long,))]
+    with pytest.raises(ValueError, match=r"q\.jsonl, line 7: the prompt has .* lower --max-new-tokens"):
+        cells_of(made, exports["medusa"])
+    assert not kept.exists()
+
+
+def test_cells_of_a_model_or_a_recipe_that_changed_are_made_anew(
+    bench: Callable[..., Bench], tiny_folder: Path, tmp_path: Path
+) -> None:
+    """The word on the command line stays the same."""
+    kept, recipe, model = tmp_path / "cells", tmp_path / "rec.yaml", tmp_path / "model"
+    shutil.copytree(tiny_folder, model)
+    rules = "rules:\n  - {{modules: '*', weights: {}}}\n"
+    recipe.write_text(rules.format("mxfp4-even"), encoding="utf-8")
+    specs = [DrafterSpec(f"self={recipe}"), DrafterSpec(f"model={model}")]
+    before = [spec.identity for spec in specs]
+    recipe.write_text(rules.format("nvfp4"), encoding="utf-8")
+    os.utime(model / "model.safetensors", (0, 0))
+    assert all(spec.identity != old for spec, old in zip(specs, before, strict=True))
+    files = [bench(kept=kept)._file(specs[1], 0.0, 4)]
+    os.utime(model / "model.safetensors", (1, 1))
+    files.append(bench(kept=kept)._file(specs[1], 0.0, 4))
+    assert files[0] != files[1]
+
+
+def test_a_damaged_cell_is_named(bench: Callable[..., Bench], exports: dict[str, Path], tmp_path: Path) -> None:
+    cells_of(bench(kept=tmp_path), exports["medusa"])
+    (file,) = tmp_path.iterdir()
+    file.write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"the finished cell {file} is damaged"):
+        cells_of(bench(kept=tmp_path), exports["medusa"])
+
+
+def test_no_bounds_are_made_of_a_target_that_has_no_16_bit_form(
+    bench: Callable[..., Bench], exports: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = bench(recipe="mxfp4a16")
+    monkeypatch.setattr(made.target, "recipe", replace(made.target.recipe, name="auto"))
+    (cell,) = cells_of(made, exports["none"])
+    assert cell["bounds"] is None
+    assert any("--reference" in text for text in cell["warnings"])

@@ -174,11 +174,12 @@ def test_too_few_passes_and_too_short_answers_are_said(
         exact_target, medusa, tokenizer, ASKED, [DraftPlan(length=3)], replace(HOW, max_new_tokens=3), check=0
     )
     assert short.warnings == [
+        "heldout: 3 prompts are too few for intervals",
         "heldout: no answer is longer than 3 tokens, of which 3 are drafted at once: "
-        "acceptance from so few passes means little"
+        "acceptance from so few passes means little",
     ]
     (few,) = measure(exact_target, medusa, tokenizer, ASKED, [DraftPlan(length=3)], HOW, check=0)
-    assert "passes means little: measure more prompts" in few.warnings[0]
+    assert "passes means little: measure more prompts" in few.warnings[1]
     assert "warning: heldout" in table([few])
 
 

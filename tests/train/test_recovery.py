@@ -1,6 +1,6 @@
 """Gap recovery against its literal definition, its laws, and what it refuses to put into a number."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -10,10 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from measured_matrix import cell, matrix, realistic, result, simulated
 
-from bitdraft.speculators.metrics import Acceptance, length_difference_interval
+from bitdraft.speculators.metrics import Acceptance, bootstrap_draws, total
 from bitdraft.train.report.recovery import Comparison, Document, comparisons, measurements
 
 Rows = list[list[int]]
+
+
+def length_difference_interval(a: Sequence[Acceptance], b: Sequence[Acceptance]) -> tuple[float, float, float]:
+    """Acceptance length of ``a`` minus that of ``b`` with its paired bootstrap interval, written out."""
+    draws = bootstrap_draws(len(a), 2000, 0)
+
+    def resampled(parts: Sequence[Acceptance]) -> np.ndarray:
+        emitted, passes = (np.array([getattr(p, name) for p in parts]) for name in ("emitted", "passes"))
+        return emitted[draws].sum(1) / passes[draws].sum(1)
+
+    low, high = np.quantile(resampled(a) - resampled(b), [0.025, 0.975])
+    return total(a, a[0].draft_length).length - total(b, b[0].draft_length).length, float(low), float(high)
 
 
 def compared(*cells: Document) -> list[Comparison]:

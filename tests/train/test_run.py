@@ -78,8 +78,7 @@ def check_arithmetic(result: dict[str, Any]) -> None:
     assert len(result["per_position"]) == len(result["conditional"]) == k
     assert sum(result["per_position"]) * passes == pytest.approx(result["accepted"])
     assert result["per_position"] == sorted(result["per_position"], reverse=True)
-    low, high = result["ci95"]
-    assert low <= result["acceptance_length"] <= high
+    assert result["ci95"] is None, "three prompts are too few for an interval"
     assert set(result["seconds"]) == {"draft", "verify", "other"}
     assert (result["lossless_checked"], result["lossless_failed"]) == (3, 0)
 

@@ -12,7 +12,7 @@ from bitdraft.speculators.base import Drafter
 from bitdraft.speculators.decode import Rule, Seconds, generate
 from bitdraft.speculators.drafting import DraftPlan
 from bitdraft.speculators.lossless import Lossless, compare_with_plain
-from bitdraft.speculators.metrics import Acceptance, total
+from bitdraft.speculators.metrics import FEWEST_PROMPTS, Acceptance, total
 from bitdraft.speculators.sampling import Sampling
 from bitdraft.train.environment import RunFailed
 from bitdraft.train.measuring.prompt_sets import Dialogs, PromptSet
@@ -180,16 +180,22 @@ def _compare(
 
 
 def _warnings(prompts: PromptSet, plan: DraftPlan, done: Decoded) -> list[str]:
+    few = (
+        [f"{prompts.name}: {len(prompts.ids)} prompts are too few for intervals"]
+        if len(prompts.ids) < FEWEST_PROMPTS
+        else []
+    )
     longest = max((len(e.answer) for turns in done.answers for e in turns), default=0)
     passes = sum(p.passes for p in done.per_prompt)
     if longest <= plan.length:
         return [
+            *few,
             f"{prompts.name}: no answer is longer than {longest} tokens, of which {plan.length} are drafted at once: "
-            "acceptance from so few passes means little"
+            "acceptance from so few passes means little",
         ]
     if passes < FEW_PASSES:
-        return [f"{prompts.name}: acceptance from only {passes} passes means little: measure more prompts"]
-    return []
+        return [*few, f"{prompts.name}: acceptance from only {passes} passes means little: measure more prompts"]
+    return few
 
 
 def require_lossless(results: Sequence[Measured]) -> None:

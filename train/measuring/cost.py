@@ -39,7 +39,7 @@ def _pass_seconds(target: LowBitTarget, rows: int, tokens: int) -> float:
 
     def once() -> None:
         states = target.states(ids, cache=cache, lengths=lengths)
-        target.logits(states.last_hidden).argmax(-1)
+        target.top_tokens(states.last_hidden.flatten(0, 1))
         cache.commit(torch.zeros_like(ids), nothing)
 
     return _seconds(once, target.device)

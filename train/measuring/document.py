@@ -1,6 +1,6 @@
 """``acceptance.json`` and the table on the terminal: the same numbers for a program and for a person."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +16,7 @@ from bitdraft.speculators.confidence import (
     truncation_table,
 )
 from bitdraft.speculators.drafting import DraftPlan
-from bitdraft.speculators.metrics import Acceptance, length_interval, rate_interval, total
+from bitdraft.speculators.metrics import FEWEST_PROMPTS, Acceptance, length_interval, rate_interval, total
 from bitdraft.speculators.tree_shapes import TreeShape
 from bitdraft.train.environment import machine_facts
 from bitdraft.train.measuring.acceptance import Decoded, Decoding, Measured
@@ -33,6 +33,7 @@ def document(
     trained_on: str | None,
     plan: DraftPlan | None,
     how: Decoding,
+    tree_settings: str = "",
     results: Sequence[dict[str, Any]],
     bounds: dict[str, Any] | None = None,
     warnings: Sequence[str] = (),
@@ -60,6 +61,7 @@ def document(
         "rule": "typical" if how.rule.typical else "greedy" if sampling.is_greedy else "sampling",
         "lossless": how.rule.is_lossless,
         "tree": tree_name(plan),
+        "tree_settings": tree_settings,
         "batch_size": how.batch_size,
         "max_new_tokens": how.max_new_tokens,
         "seed": how.rule.seed,
@@ -76,6 +78,15 @@ def tree_name(plan: DraftPlan | None) -> str:
     return "static" if isinstance(plan.shape, TreeShape) else "dynamic"
 
 
+def tree_shape(plan: DraftPlan | None) -> str:
+    """What else there is to say about the tree; empty for chains."""
+    if plan is None or plan.shape is None:
+        return ""
+    if isinstance(plan.shape, TreeShape):
+        return " ".join(".".join(map(str, node)) for node in plan.shape.nodes)
+    return f"{plan.shape.nodes} nodes, width {plan.shape.width}"
+
+
 def result(prompts: PromptSet, measured: Measured, plain: Decoded | None = None) -> dict[str, Any]:
     """One entry of ``results``. ``conditional``: given that all positions before were accepted.
 
@@ -86,12 +97,13 @@ def result(prompts: PromptSet, measured: Measured, plain: Decoded | None = None)
     return {
         "set": prompts.name,
         "draft_length": counts.draft_length,
+        "tree_shape": tree_shape(measured.plan),
         **_counts(counts),
         "drafted_per_pass": counts.drafted_per_pass,
         "per_position": counts.per_position,
         "conditional": counts.conditional,
-        "ci95": list(length_interval(measured.per_prompt)),
-        "rate_ci95": list(rate_interval(measured.per_prompt)),
+        "ci95": _interval(length_interval, measured.per_prompt),
+        "rate_ci95": _interval(rate_interval, measured.per_prompt),
         "seconds": asdict(seconds),
         "tokens_per_second": speed,
         "plain_tokens_per_second": plain.tokens_per_second if plain else None,
@@ -119,12 +131,19 @@ def _counts(counts: Acceptance) -> dict[str, Any]:
     }
 
 
+def _interval(
+    of: Callable[[Sequence[Acceptance]], tuple[float, float]], parts: Sequence[Acceptance]
+) -> list[float] | None:
+    """``None`` for so few prompts that resampling them would pretend to know."""
+    return list(of(parts)) if len(parts) >= FEWEST_PROMPTS else None
+
+
 def _by_category(prompts: PromptSet, per_prompt: Sequence[Acceptance]) -> dict[str, Any]:
     found: dict[str, list[Acceptance]] = {}
     for conversation, counts in zip(prompts.conversations, per_prompt, strict=True):
         found.setdefault(conversation.category or "(none)", []).append(counts)
     return {
-        name: {**_counts(total(parts, parts[0].draft_length)), "ci95": list(length_interval(parts))}
+        name: {**_counts(total(parts, parts[0].draft_length)), "ci95": _interval(length_interval, parts)}
         for name, parts in sorted(found.items())
     }
 
@@ -135,9 +154,12 @@ def trace_tensors(decoded: Decoded) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([c for c, _ in passes]), torch.tensor([a for _, a in passes])
 
 
-def confidence_report(decoded: Decoded, calibration: Calibration) -> dict[str, Any]:
-    """How far the calibrated confidence can be trusted on these passes, and what stopping by it would trade."""
+def confidence_report(decoded: Decoded, calibration: Calibration) -> dict[str, Any] | None:
+    """How far the calibrated confidence can be trusted on these passes, and what stopping by it would trade; ``None``
+    without a pass."""
     confidence, accepted = trace_tensors(decoded)
+    if len(accepted) == 0:
+        return None
     tried, success = outcomes(accepted, confidence.shape[1])
     calibrated = calibration.calibrated(confidence)
     positions = []
@@ -180,7 +202,7 @@ def stopped_early(stopped: Measured, fixed: Measured) -> dict[str, Any]:
             "acceptance_length": fixed.total.length,
             "drafted_per_pass": fixed.total.drafted_per_pass,
         },
-        "share_kept": stopped.total.length / fixed.total.length,
+        "share_kept": stopped.total.length / fixed.total.length if fixed.total.passes else 1.0,
     }
 
 
@@ -195,11 +217,12 @@ def table(results: Sequence[Measured]) -> str:
     lines = [_COLUMNS]
     for m in results:
         c, s = m.total, m.decoded.seconds
-        low, high = length_interval(m.per_prompt)
+        interval = _interval(length_interval, m.per_prompt)
+        shown = f"{interval[0]:6.3f} … {interval[1]:<6.3f}" if interval else " too few prompts"
         positions = " ".join(f"{a:.2f}" for a in c.per_position)
         seconds = f"{s.draft:>6.1f} {s.verify:>6.1f} {s.other:>6.1f}"
         lines.append(
-            f"{c.draft_length:>5} {c.length:>10.3f}   {low:6.3f} … {high:<6.3f} {c.rate:>9.1%} "
+            f"{c.draft_length:>5} {c.length:>10.3f}   {shown:15} {c.rate:>9.1%} "
             f"{c.accepted:>8} /{c.drafted:>6} {c.passes:>8} {seconds}  {positions}"
         )
         if m.lossless.checked:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bitdraft.quant.files import sha256_of
+from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import LowBitTarget
 from bitdraft.speculators.base import Drafter
 from bitdraft.speculators.export import load_head, recipe_of_head
@@ -39,10 +40,15 @@ class DrafterSpec:
         return str(recipe_of_head(Path(self.head)).get("recipe", "unknown")) if self.is_export else None
 
     @property
-    def identity(self) -> str:
-        """What tells this drafter from others of the same name: an export's sum."""
-        manifest = Path(self.head) / "manifest.json"
-        return sha256_of(manifest) if self.is_export and manifest.is_file() else self.head
+    def identity(self) -> list[str]:
+        """What tells this drafter from others of the same name: an export's sum, a model's files, a recipe's rules."""
+        word, _, rest = self.head.partition("=")
+        if self.is_export:
+            return _contents(Path(self.head))
+        if word == "self":
+            return [load_recipe(rest).fingerprint]
+        model, _, recipe = rest.partition(":")
+        return [*_contents(Path(model)), load_recipe(recipe or "none").fingerprint] if word == "model" else []
 
     def load(self, target: LowBitTarget, load_target: LoadTarget) -> Drafter | None:
         """The drafter for ``target``; ``None`` for plain decoding. ``ValueError`` if it does not fit."""
@@ -57,3 +63,14 @@ class DrafterSpec:
             model, _, recipe = rest.partition(":")
             return ModelDrafter(load_target(model, recipe or "none"))
         return load_head(Path(self.head), target)
+
+
+def _contents(folder: Path) -> list[str]:
+    """Names, sizes and times of a folder's files, and the sum of an export's manifest."""
+    if not folder.is_dir():
+        return []  # a hub id
+    manifest = folder / "manifest.json"
+    if manifest.is_file():
+        return [sha256_of(manifest)]
+    about = ((p.name, p.stat()) for p in sorted(folder.iterdir()) if p.is_file())
+    return [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in about]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from bitdraft.data.chat import Example
 from bitdraft.quant.files import write_text_atomically
@@ -22,6 +22,7 @@ from bitdraft.train.config_io import to_plain
 from bitdraft.train.measuring import acceptance
 from bitdraft.train.measuring.acceptance import Decoded, Decoding, Measured
 from bitdraft.train.measuring.bounds import upper_bounds
+from bitdraft.train.measuring.config import MeasureConfig
 from bitdraft.train.measuring.cost import measured_cost
 from bitdraft.train.measuring.document import (
     confidence_report,
@@ -32,72 +33,11 @@ from bitdraft.train.measuring.document import (
     trace_tensors,
 )
 from bitdraft.train.measuring.drafters import DrafterSpec, LoadTarget
-from bitdraft.train.measuring.prompt_sets import PromptSet
+from bitdraft.train.measuring.prompt_sets import Dialogs, PromptSet
 from bitdraft.train.measuring.tree_choice import rank_accuracies
 
 Cell = dict[str, Any]
 _RANKS = 8  # best tokens per depth that a sparse tree may use
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasureConfig:
-    """How acceptance is measured."""
-
-    draft_length: tuple[int, ...] = (3, 4, 5)
-    """Drafted tokens per pass; of a tree, its depth."""
-    tree: Literal["none", "static", "dynamic"] = "none"
-    """Chains; a tree of a fixed shape; or EAGLE-2's trees, which follow the drafter's probabilities."""
-    tree_nodes: int = 16
-    """Drafted tokens per pass of a tree."""
-    tree_width: int = 4
-    """Dynamic trees: nodes that are expanded at each depth, and tokens behind each."""
-    tree_widths: tuple[int, ...] = ()
-    """Static trees: every combination of so many best tokens at each depth. By default the tree of `--tree-nodes`
-    nodes that fits the head's accuracies on the traffic prompts."""
-    temperature: tuple[float, ...] = (0.0,)
-    """0 is greedy; several are measured one after the other."""
-    top_p: float = 1.0
-    top_k: int = 0
-    drafts: Literal["sampled", "greedy"] = "sampled"
-    """Above temperature 0: draw drafts from the drafter's distribution, or take its most probable tokens."""
-    typical: bool = False
-    """Medusa's typical acceptance instead of speculative sampling. Lossy: the output's distribution changes."""
-    batch_size: tuple[int, ...] = (48,)
-    """Prompts decoded at once; several are measured one after the other."""
-    max_new_tokens: int = 64
-    check: int = 8
-    """Prompts of each set whose greedy answers are compared with plain decoding."""
-    plain: bool = True
-    """Also decode every prompt without drafts, for the speedup."""
-    bounds: bool = True
-    """Also compare the served target with the 16-bit one: what a perfect 16-bit head could reach."""
-    confidence: bool = False
-    """Calibrate the drafter's confidence on the traffic prompts and report how far it can be trusted (chains)."""
-    stop: Literal["never", "threshold", "cost"] = "never"
-    """End drafts early: below `--stop-threshold`, or where they cost more than they promise."""
-    stop_threshold: float = 0.3
-    """Least calibrated probability that a draft and all before it are accepted."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.draft_length or min(self.draft_length) < 1:
-            raise ValueError("--draft-length needs numbers of at least 1")
-        if not self.batch_size or min(self.batch_size) < 1:
-            raise ValueError("--batch-size needs numbers of at least 1")
-        for name in ("max_new_tokens", "tree_nodes", "tree_width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-        if self.tree_widths and len(self.draft_length) > 1:
-            raise ValueError("--tree-widths gives the tree's depth: give one --draft-length, the same")
-        if self.tree != "none" and (self.confidence or self.stop != "never"):
-            raise ValueError("--confidence and --stop are for chains: leave out --tree")
-        if not 0 < self.stop_threshold <= 1:
-            raise ValueError(f"--stop-threshold must lie in (0, 1], got {self.stop_threshold}")
-        for temperature in self.temperature:  # refuses what sampling refuses
-            Rule(sampling=self.sampling(temperature), typical=self.typical)
-
-    def sampling(self, temperature: float) -> Sampling:
-        return Sampling(temperature=temperature, top_p=self.top_p, top_k=self.top_k)
 
 
 @dataclass
@@ -112,11 +52,14 @@ class Bench:
     how: MeasureConfig
     kept: Path | None = None
     """Folder of finished cells."""
+    reference: str | None = None
+    """The 16-bit model of the upper bounds, if it is not the target itself (which may be stored quantized)."""
     _plain: dict[tuple[float, int, PromptSet], Decoded] = field(default_factory=dict)
     _bounds: dict[str, Any] | None = None
 
     def cells(self, specs: Sequence[DrafterSpec], announce: Callable[[str], object]) -> list[Cell]:
         """A document for every drafter, temperature and batch size."""
+        self._check_room()
         made = []
         for spec in specs:
             drafter: Drafter | None = None
@@ -125,7 +68,8 @@ class Bench:
                 announce(f"{spec.head} on {self.target.recipe.name}, temperature {temperature:g}, batch {batch_size}")
                 file = self._file(spec, temperature, batch_size)
                 if file and file.is_file():
-                    made.append(json.loads(file.read_text(encoding="utf-8")))
+                    made.append(_read(file))
+                    print(f"measured before ({file}): {_in_short(made[-1])}", flush=True)
                     continue
                 if not loaded:
                     drafter, loaded = spec.load(self.target, self.load_target), True
@@ -134,6 +78,13 @@ class Bench:
                     write_text_atomically(file, json.dumps(cell) + "\n")
                 made.append(cell)
         return made
+
+    def _check_room(self) -> None:
+        """``ValueError`` for a first question that leaves no room for its answer, before anything is measured."""
+        deepest = max(self.how.draft_length) if self.how.tree == "none" else self.how.tree_nodes
+        for prompts in self.sets:
+            room = self.how.max_new_tokens + deepest + 1
+            Dialogs(prompts, self.tokenizer, self.target.context_length, room).next_turn()
 
     def _file(self, spec: DrafterSpec, temperature: float, batch_size: int) -> Path | None:
         """Where this cell is kept: under a digest of all that decides its numbers."""
@@ -152,15 +103,21 @@ class Bench:
         rule = Rule(sampling=sampling, typical=how.typical, seed=how.seed)
         decoding = Decoding(max_new_tokens=how.max_new_tokens, batch_size=batch_size, rule=rule)
         drafts = sampling if how.drafts == "sampled" else Sampling()
+        results, warnings = [], self._warnings()
         plans: list[DraftPlan | None] = [None]
         if drafter is not None:
-            plans = [self._plan(drafter, length, drafts) for length in how.draft_length]
+            lengths = [k for k in how.draft_length if k <= (drafter.longest_draft or k)]
+            if not lengths:
+                raise ValueError(_too_deep(how, drafter))
+            if len(lengths) < len(how.draft_length):
+                warnings.append(_too_deep(how, drafter))
+            plans = [self._plan(drafter, length, drafts) for length in lengths]
+        self._warm_up(drafter, plans[-1], decoding)
         stops = {
             plan.length: self._stop(drafter, plan, decoding)
             for plan in plans
             if plan and drafter and (how.confidence or how.stop != "never")
         }
-        results, warnings = [], self._warnings()
         for prompts in self.sets:
             plain = self._plain_decoded(prompts, decoding) if how.plain or drafter is None else None
             if drafter is None:
@@ -187,10 +144,17 @@ class Bench:
             trained_on=spec.trained_on,
             plan=plans[0],
             how=decoding,
+            tree_settings=how.tree_settings,
             results=results,
-            bounds=self._upper_bounds(decoding) if how.bounds else None,
+            bounds=self._upper_bounds(decoding) if how.bounds and spec.trained_on else None,
             warnings=warnings,
         )
+
+    def _warm_up(self, drafter: Drafter | None, plan: DraftPlan | None, decoding: Decoding) -> None:
+        """Compile and touch what is compiled and touched the first time, so that no timed run pays for it."""
+        few = replace(decoding, max_new_tokens=min(4, decoding.max_new_tokens))
+        for drafts, how in ((None, None), (drafter, plan)):
+            acceptance.decode(self.target, drafts, self.tokenizer, self.sets[0].first(decoding.batch_size), how, few)
 
     def _plan(self, drafter: Drafter, length: int, drafts: Sampling) -> DraftPlan:
         confident = self.how.confidence or self.how.stop != "never"
@@ -249,8 +213,8 @@ class Bench:
         return self._plain[key]
 
     def _upper_bounds(self, decoding: Decoding) -> dict[str, Any] | None:
-        if self._bounds is None and not self.target.recipe.leaves_all_alone:
-            reference = self.load_target(self.target.name, "none")
+        if self._bounds is None and not self.target.recipe.leaves_all_alone and not self._is_stored:
+            reference = self.load_target(self.reference or self.target.name, "none")
             greedy = replace(decoding, rule=Rule())
             answers: dict[str, list[list[Example]]] = {
                 p.name: self._plain_decoded(p, greedy).answers for p in self.sets
@@ -258,11 +222,41 @@ class Bench:
             self._bounds = upper_bounds(reference, self.target, answers, seed=self.how.seed)
         return self._bounds
 
+    @property
+    def _is_stored(self) -> bool:
+        """Whether the target's 16-bit form is not at hand."""
+        return self.target.recipe.name.startswith("auto") and not self.reference
+
     def _warnings(self) -> list[str]:
-        named = self.target.recipe.scales_whole_passes
-        if not named:
-            return []
-        return [
-            f"{self.target.recipe.name} takes one activation scale over the whole pass ({named}), so a token's result "
-            "depends on its neighbours in the pass: no verification can make drafted and plain decoding agree"
-        ]
+        found = []
+        if named := self.target.recipe.scales_whole_passes:
+            found.append(
+                f"{self.target.recipe.name} takes one activation scale over the whole pass ({named}), so a token's "
+                "result depends on its neighbours: no verification can make drafted and plain decoding agree"
+            )
+        if self.how.bounds and self._is_stored:
+            found.append("no upper bounds: the target is stored quantized, and --reference names no 16-bit form of it")
+        return found
+
+
+def _too_deep(how: MeasureConfig, drafter: Drafter) -> str:
+    what = "drafts of" if how.tree == "none" else "a draft tree of depth"
+    deeper = [k for k in how.draft_length if k > (drafter.longest_draft or k)]
+    has = f"the {drafter.longest_draft} that the {drafter.kind} drafter has"
+    return f"{what} {', '.join(map(str, deeper))} tokens are more than {has}"
+
+
+def _read(file: Path) -> Cell:
+    try:
+        cell: Cell = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"the finished cell {file} is damaged ({error}): delete it to measure again") from error
+    return cell
+
+
+def _in_short(cell: Cell) -> str:
+    return ", ".join(
+        f"{r['set']} length {r['draft_length']}: {r['acceptance_length']:.3f} at {r['acceptance_rate']:.1%} of "
+        f"{r['drafted_per_pass']:.2f} drafted"
+        for r in cell["results"]
+    )

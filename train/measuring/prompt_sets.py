@@ -48,7 +48,6 @@ class Dialogs:
         """``new_tokens``: room that every answer needs in the context, drafts included."""
         self.tokenizer, self.context_length, self.new_tokens = tokenizer, context_length, new_tokens
         self._dialogs = [Dialog(c) for c in prompts.conversations]
-        self.turns = sum(d.turns for d in self._dialogs)
 
     def next_turn(self) -> Turn | None:
         """The next question of every dialog that has one; ``ValueError`` for one that leaves no room for its answer."""
@@ -61,7 +60,8 @@ class Dialogs:
             if len(tokens) + self.new_tokens > self.context_length:
                 raise ValueError(
                     f"{dialog.conversation.source}: the prompt has {len(tokens)} tokens, which with "
-                    f"{self.new_tokens} new ones exceeds the target's context of {self.context_length}"
+                    f"{self.new_tokens} new ones exceeds the target's context of {self.context_length}: "
+                    "shorten it or lower --max-new-tokens"
                 )
             dialog.prompt = tokens
             prompts.append(tokens)

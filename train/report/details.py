@@ -110,8 +110,9 @@ def categories(reading: Reading) -> list[Block]:
 def _dot(numbers: Document | None) -> tuple[float, float, float] | None:
     if numbers is None:
         return None
-    low, high = numbers["ci95"]
-    return numbers["acceptance_length"], low, high
+    length = numbers["acceptance_length"]
+    low, high = numbers["ci95"] or (length, length)
+    return length, low, high
 
 
 def _category(numbers: Document | None) -> str | Cell:

@@ -64,7 +64,7 @@ class Reading:
     @property
     def settings(self) -> str:
         values = {field: _distinct(_short(m.cell[field]) for m in self.found) for field in SETTINGS}
-        chosen = [setting(field, " / ".join(texts)) for field, texts in values.items()]
+        chosen = [setting(field, " / ".join(texts)) for field, texts in values.items() if any(texts)]
         lengths = ", ".join(_distinct(str(m.result["draft_length"]) for m in self.found))
         prompts = {m.result["set"]: m.result["prompts"] for m in self.found}
         sets = ", ".join(f"{name} ({count} prompts)" for name, count in prompts.items())
@@ -115,6 +115,7 @@ _NAMES = {
     "drafts": "{} drafts",
     "rule": "{} verification",
     "tree": "tree {}",
+    "tree_settings": "{}",
     "batch_size": "batch of {}",
     "max_new_tokens": "at most {} new tokens",
     "seed": "seed {}",
@@ -133,7 +134,10 @@ def number(value: float | None, form: str = ".3f") -> str:
     return "–" if value is None or isnan(value) else format(value, form)
 
 
-def interval(ends: Sequence[float], form: str = ".3f") -> str:
+def interval(ends: Sequence[float] | None, form: str = ".3f") -> str:
+    """The two ends; of too few prompts there are none."""
+    if ends is None:
+        return "–"
     low, high = ends
     return f"{low:{form}} … {high:{form}}"
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from bitdraft.speculators.metrics import bootstrap_draws
+from bitdraft.speculators.metrics import FEWEST_PROMPTS, bootstrap_draws
 
 Document = dict[str, Any]
 """JSON: a matrix of measured acceptance, one of its cells, or one result of a cell."""
@@ -34,6 +34,7 @@ SETTINGS = (
     "drafts",
     "rule",
     "tree",
+    "tree_settings",
     "batch_size",
     "max_new_tokens",
     "seed",
@@ -156,7 +157,8 @@ def _recovery(
         return Recovery(_estimate(gains), None, None)
     gaps = measure(bb, draws) - low
     gap = _estimate(gaps)
-    return Recovery(_estimate(gains), gap, _ratio(gains, gaps) if gap.low > 0 else None)
+    known = gap.low > 0 and len(bq.result["per_prompt"]) >= FEWEST_PROMPTS
+    return Recovery(_estimate(gains), gap, _ratio(gains, gaps) if known else None)
 
 
 def _shared_prompts(cells: Sequence[Measurement]) -> int:
