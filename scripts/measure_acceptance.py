@@ -21,7 +21,7 @@ import tyro
 
 from bitdraft.data.calibration import CalibrationConfig, calibration_text
 from bitdraft.data.demo_target import resolve_target
-from bitdraft.data.heldout import load_set
+from bitdraft.data.heldout import describe, load_set
 from bitdraft.data.sources import demo_file, read_conversations
 from bitdraft.quant.files import write_text_atomically
 from bitdraft.quant.profiles import load_recipe_for
@@ -121,6 +121,8 @@ class Options:
 
 def main(options: Options) -> None:
     options.check()
+    for name in options.sets:
+        print(describe(name))
     sets = _sets(options)
     traffic = PromptSet("traffic", tuple(read_conversations(options.traffic or [demo_file("traffic")])))
     specs, recipes = options.specs, options.recipes

@@ -94,7 +94,7 @@ class Bench:
                  for p in (*self.sets, self.traffic)]  # fmt: skip
         target = [self.target.fingerprint, self.target.recipe.fingerprint, str(self.target.dtype)]
         settings = to_plain(replace(self.how, temperature=(temperature,), batch_size=(batch_size,)))
-        key = json.dumps([spec.head, spec.identity, target, settings, asked], sort_keys=True)
+        key = json.dumps([spec.head, spec.identity, target, self.reference, settings, asked], sort_keys=True)
         return self.kept / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
     def _cell(self, spec: DrafterSpec, drafter: Drafter | None, temperature: float, batch_size: int) -> Cell:
