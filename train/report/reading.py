@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan
+from pathlib import PurePath
 from typing import Any
 
 from bitdraft.train.report.blocks import Cell
@@ -64,6 +65,7 @@ class Reading:
     @property
     def settings(self) -> str:
         values = {field: _distinct(_short(m.cell[field]) for m in self.found) for field in SETTINGS}
+        values["target"] = [_target(name) for name in values["target"]]
         chosen = [setting(field, " / ".join(texts)) for field, texts in values.items() if any(texts)]
         lengths = ", ".join(_distinct(str(m.result["draft_length"]) for m in self.found))
         prompts = {m.result["set"]: m.result["prompts"] for m in self.found}
@@ -124,6 +126,11 @@ _NAMES = {
 
 def setting(field: str, value: object) -> str:
     return _NAMES.get(field, field.replace("_", "-") + " {}").format(_short(value))
+
+
+def _target(value: str) -> str:
+    """A folder's name without the way to it; a hub's id as it is."""
+    return PurePath(value).name if PurePath(value).is_absolute() else value
 
 
 def _short(value: object) -> str:
