@@ -120,17 +120,21 @@ WITH_STATES = ("qwen3_next", "mamba2", "falcon_h1", "lfm2")
 """Those that hold recurrent or convolution states."""
 
 
-def hybrid_model(name: str, seed: int = 0) -> PreTrainedModel:
-    """The tiny model itself."""
+def hybrid_model(name: str, seed: int = 0, scale: float = 1.0) -> PreTrainedModel:
+    """The tiny model itself. ``scale``: of its matrices; 0.1 makes them as small as transformers does by default."""
     torch.manual_seed(seed)
     model = HYBRIDS[name]()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.mul_(scale)
     model.generation_config.eos_token_id = 258
     return model
 
 
-def save_hybrid(name: str, folder: Path, seed: int = 0) -> Path:
+def save_hybrid(name: str, folder: Path, seed: int = 0, scale: float = 1.0) -> Path:
     """Write the tiny target ``name`` and its tokenizer to ``folder``, which ``load_target`` reads, and return it."""
-    hybrid_model(name, seed).save_pretrained(folder)
+    hybrid_model(name, seed, scale).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
