@@ -231,7 +231,8 @@ class LowBitTarget:
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         """What the architecture does to the output head's product before it is called logits."""
-        logits = logits * getattr(self.config, "lm_head_multiplier", 1.0)  # Falcon-H1
+        if (factor := getattr(self.config, "lm_head_multiplier", None)) is not None:  # Falcon-H1
+            logits = logits * factor
         if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits

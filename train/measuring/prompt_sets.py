@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bitdraft.data.chat import prompt_ids
+from bitdraft.data.chat import Example, prompt_ids
 from bitdraft.data.regenerate import Dialog
 from bitdraft.data.sources import Conversation
 
@@ -73,6 +73,6 @@ class Dialogs:
             text = self.tokenizer.decode([t for t in answer if t not in end_ids], skip_special_tokens=True)
             self._dialogs[row].answered(answer, text)
 
-    def examples(self) -> "list[list[Any]]":
-        """Every conversation's answered turns, as ``data.chat.Example``."""
+    def examples(self) -> list[list[Example]]:
+        """Every conversation's answered turns."""
         return [dialog.examples for dialog in self._dialogs]
