@@ -28,12 +28,10 @@ class CostModel:
     """One draft step of the whole batch."""
     verified: tuple[tuple[int, float], ...]
     """Measured target passes: (tokens of all sequences together, cost), ascending in tokens."""
-    overhead: float = 0.0
-    """What every pass costs besides."""
 
     def __post_init__(self) -> None:
-        if not all(isfinite(c) and c >= 0 for c in (self.draft, self.overhead)):
-            raise ValueError(f"cost.draft and cost.overhead must not be negative, got {self.draft} and {self.overhead}")
+        if not (isfinite(self.draft) and self.draft >= 0):
+            raise ValueError(f"cost.draft must not be negative, got {self.draft}")
         tokens, costs = zip(*self.verified, strict=True) if self.verified else ((), ())
         if not tokens or any(a >= b for a, b in pairwise(tokens)):
             raise ValueError(f"cost.verified must list passes of more and more tokens, got {list(tokens)}")
@@ -53,7 +51,7 @@ class CostModel:
 
     def of_pass(self, steps: int | NDArray[np.int64], tokens: int | NDArray[np.int64]) -> NDArray[np.float64]:
         """Cost of a pass of so many draft steps that verifies so many tokens."""
-        return self.overhead + self.draft * np.asarray(steps) + self.verify(tokens)
+        return self.draft * np.asarray(steps) + self.verify(tokens)
 
 
 def fixed_best_length(per_position: Sequence[float], cost: CostModel, batch: int) -> tuple[int, float]:

@@ -19,8 +19,8 @@ survivals = conditionals.map(lambda rows: torch.tensor(rows, dtype=torch.float64
 prices = st.floats(0.001, 0.5)
 
 
-def linear(draft: float, per_token: float, overhead: float = 0.0, most: int = 1000) -> CostModel:
-    return CostModel(draft, ((1, 1 + per_token), (most, 1 + per_token * most)), overhead)
+def linear(draft: float, per_token: float, most: int = 1000) -> CostModel:
+    return CostModel(draft, ((1, 1 + per_token), (most, 1 + per_token * most)))
 
 
 def bumpy(draft: float, costs: list[float]) -> CostModel:
@@ -197,9 +197,9 @@ def test_a_stopped_sequence_stays_so_even_where_more_tokens_cost_less() -> None:
 
 
 def test_costs_between_measured_sizes_lie_on_a_line() -> None:
-    cost = CostModel(0.1, ((1, 1.0), (5, 2.0), (7, 5.0)), overhead=0.25)
+    cost = CostModel(0.1, ((1, 1.0), (5, 2.0), (7, 5.0)))
     assert [float(cost.verify(n)) for n in (1, 3, 5, 6, 7)] == [1.0, 1.5, 2.0, 3.5, 5.0]
-    assert float(cost.of_pass(4, 3)) == pytest.approx(0.25 + 0.4 + 1.5)
+    assert float(cost.of_pass(4, 3)) == pytest.approx(0.4 + 1.5)
 
 
 def test_sizes_that_were_not_measured_are_refused() -> None:
@@ -211,17 +211,15 @@ def test_sizes_that_were_not_measured_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("draft", "verified", "overhead", "message"),
+    ("draft", "verified", "message"),
     [
-        (-0.1, ((1, 1.0),), 0.0, "cost.draft and cost.overhead must not be negative, got -0.1 and 0.0"),
-        (0.1, ((1, 1.0),), float("nan"), "cost.draft and cost.overhead"),
-        (0.1, (), 0.0, r"more and more tokens, got \[\]"),
-        (0.1, ((2, 1.0), (2, 1.5)), 0.0, r"more and more tokens, got \[2, 2\]"),
-        (0.1, ((1, 1.0), (2, 0.0)), 0.0, r"positive costs, got \[1.0, 0.0\]"),
+        (-0.1, ((1, 1.0),), "cost.draft must not be negative, got -0.1"),
+        (float("nan"), ((1, 1.0),), "cost.draft must not be negative, got nan"),
+        (0.1, (), r"more and more tokens, got \[\]"),
+        (0.1, ((2, 1.0), (2, 1.5)), r"more and more tokens, got \[2, 2\]"),
+        (0.1, ((1, 1.0), (2, 0.0)), r"positive costs, got \[1.0, 0.0\]"),
     ],
 )
-def test_impossible_costs_are_refused(
-    draft: float, verified: tuple[tuple[int, float], ...], overhead: float, message: str
-) -> None:
+def test_impossible_costs_are_refused(draft: float, verified: tuple[tuple[int, float], ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        CostModel(draft, verified, overhead)
+        CostModel(draft, verified)
