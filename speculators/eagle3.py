@@ -5,6 +5,11 @@ h_high]``. One step reads the embedding of the next token and the state, ``u = [
 = g + Attn(u)``, ``g' = r + MLP(RMS(r))`` and logits ``W_head RMS(g')``; ``g'`` (not normed) is the next step's
 state.
 
+Published heads differ from that in switches, which have the names that vLLM 0.32 gives them (``llama_eagle3.py``
+defines what each does): ``norm_before_residual`` puts ``RMS(g)`` in the place of ``g`` in ``r``; ``norm_before_fc`` and
+``fc_norm`` norm what ``W_fc`` reads, at once or layer by layer; ``norm_output`` makes ``RMS(g')`` the next state.
+EAGLE-3.1 is the last two.
+
 Training-time test: step ``k`` at row ``t`` sees the step-0 keys of rows ``≤ t`` and the keys of steps ``1 … k``
 at its own row only, at position ``t + k``: exactly what drafting ``k`` tokens after row ``t`` sees.
 """
@@ -45,6 +50,16 @@ class Eagle3Config:
     """Begin with a closed-form fit on the training data's states, or with random weights."""
     capture_layers: tuple[int, ...] | None = None
     """Target layers whose inputs are fused (vLLM's ids); by default 2, the middle one and the third from the end."""
+    attention: Literal["llama", "qwen3"] = "llama"
+    """The layer's attention; `qwen3` also norms queries and keys head by head. vLLM loads both, SGLang `llama` only."""
+    norm_before_residual: bool = False
+    """Add the layer's outputs to the normed state, not to the raw one. vLLM loads both, SGLang only heads without."""
+    norm_before_fc: bool = False
+    """Norm the captured states of all layers, as one long vector, before they are fused; fc-norm does it finer."""
+    fc_norm: bool = False
+    """Norm the captured state of each layer before they are fused; with norm-output this is EAGLE-3.1."""
+    norm_output: bool = False
+    """Hand the normed state, which the output head reads too, on to the next drafted token instead of the raw one."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -62,7 +77,8 @@ def default_capture_layers(layers: int) -> tuple[int, ...]:
 
 
 class Eagle3Head(DraftHead):
-    """State-dict keys are those of vLLM's speculators format: ``fc``, ``layers.0.*``, ``norm``, ``lm_head``."""
+    """State-dict keys are those of vLLM's speculators format: ``fc``, ``layers.0.*``, ``norm``, ``lm_head``; where
+    there are such, ``input_norm``, ``fc_norm.{i}`` and ``embed_tokens``."""
 
     kind: ClassVar[str] = "eagle3"
 
@@ -73,18 +89,33 @@ class Eagle3Head(DraftHead):
         capture_layers: Sequence[int],
         vocab: DraftVocab,
         borrowed_embedding: Tensor,
+        own_embedding: Tensor | None = None,
     ) -> None:
-        """``borrowed_embedding``: the target's input embedding ``[V, H]``, read and never trained."""
+        """``borrowed_embedding``: the target's input embedding ``[V, H]``, read and never trained; ``own_embedding``
+        ``[V, H]`` takes its place and is trained only if the caller asks its parameter to be.
+
+        Raises ``ValueError`` for an embedding of another shape than the vocabulary's and the layer's.
+        """
         super().__init__()
         self.config, self.shape, self.vocab = config, shape, vocab
         self.capture_layers = tuple(capture_layers)
-        self.target_hidden_size = shape.hidden_size
+        self.target_hidden_size = shape.target_hidden_size
+        found = list((borrowed_embedding if own_embedding is None else own_embedding).shape)
+        if found != [vocab.target_size, shape.hidden_size]:
+            raise ValueError(
+                f"the embedding is {found}, but the draft layer reads {[vocab.target_size, shape.hidden_size]}: a head "
+                "of another hidden size than the target's needs an embed_tokens.weight of its own in that shape"
+            )
         self._borrowed_embedding = borrowed_embedding
-        self.fc = nn.Linear(len(self.capture_layers) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.embed_tokens = None if own_embedding is None else nn.Embedding.from_pretrained(own_embedding)
+        layers, width, eps = len(self.capture_layers), shape.target_hidden_size, shape.rms_norm_eps
+        self.input_norm = Norm(layers * width, eps=eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(Norm(width, eps=eps) for _ in range(layers)) if config.fc_norm else None
+        self.fc = nn.Linear(layers * width, shape.hidden_size, bias=False)
         self.capture_scale: Tensor  # [A] powers of two that bring each captured layer to about unit size
-        self.register_buffer("capture_scale", torch.ones(len(self.capture_layers)))
-        self.layers = nn.ModuleList([DecoderLayer(shape)])
-        self.norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.register_buffer("capture_scale", torch.ones(layers))
+        self.layers = nn.ModuleList([DecoderLayer(shape, norm_before_residual=config.norm_before_residual)])
+        self.norm = Norm(shape.hidden_size, eps=eps)
         self.lm_head = nn.Linear(shape.hidden_size, len(vocab), bias=False)
         self.lm_head.requires_grad_(config.train_output)
 
@@ -94,22 +125,30 @@ class Eagle3Head(DraftHead):
         final norm."""
         layers = config.capture_layers or default_capture_layers(target.layers)
         check_layers(tuple(layers), target)
-        shape = LayerShape.of_target(target.config)
+        shape = LayerShape.of_target(target.config, qk_norm=config.attention == "qwen3")
         head = cls(config, shape, layers, vocab, target.embedding.weight.detach())
         for weight in head.parameters():
             if weight.ndim == 2:
                 nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
         with torch.no_grad():
-            head.capture_scale.copy_(_capture_scale(target, tuple(layers)))
+            head._even_out(_capture_scale(target, tuple(layers)))
             head.lm_head.weight.copy_(target.output_weight[vocab.target_ids.to(target.device)])
             # What the norm multiplies by, which some architectures store as the difference from 1.
             head.norm.weight.copy_(target.final_norm(target.output_weight.new_full((target.hidden_size,), 64.0)))
         return head
 
+    def _even_out(self, scale: Tensor) -> None:
+        """Let ``scale`` ``[A]`` bring every captured layer to unit size before ``fc``, if no norm of its own does."""
+        if self.input_norm is not None:  # which divides by the size of all of them together
+            weight = scale * scale.pow(-2).mean().sqrt()
+            self.input_norm.weight.copy_(weight.repeat_interleave(self.target_hidden_size))
+        elif self.fc_norm is None:
+            self.capture_scale.copy_(scale)
+
     def start_from(self, batches: StartBatches) -> None:
         if self.config.start == "least-squares":
             least_squares_start(
-                self.fc, self.layer, self.norm, self.shape, self.capture_scale, self._borrowed_embedding, batches
+                self.fc, self.layer, self.norm, self.shape, self.fc_inputs, self.embedding_weight, batches
             )
 
     @property
@@ -124,13 +163,13 @@ class Eagle3Head(DraftHead):
 
     @property
     def embedding_weight(self) -> Tensor:
-        return self._borrowed_embedding
+        return self._borrowed_embedding if self.embed_tokens is None else self.embed_tokens.weight
 
     def training_outputs(self, states: TargetStates, tokens: Tensor, rows: Tensor) -> Tensor:
         # Only keys and values are needed at every row; queries and the rest of the layer where drafts begin.
         length = tokens.shape[1]
         fused = self.fuse(states.captured)  # [B, T, H]
-        following = embedding(pad(tokens[:, 1:], (0, 1)), self._borrowed_embedding)  # row t reads x_{t+1}
+        following = embedding(pad(tokens[:, 1:], (0, 1)), self.embedding_weight)  # row t reads x_{t+1}
         u = self.layer.inputs(following, fused)  # [B, T, 2H]
         key, value = self.layer.keys_values(u, torch.arange(length, device=tokens.device).expand_as(tokens))
         keys, values = [key], [value]
@@ -139,25 +178,40 @@ class Eagle3Head(DraftHead):
         for k in range(self.config.steps):
             if k > 0:
                 ahead = rows_at(tokens, (rows + 1 + k).clamp(max=length - 1))  # x_{t+1+k}
-                u = self.layer.inputs(embedding(ahead, self._borrowed_embedding), g)
+                u = self.layer.inputs(embedding(ahead, self.embedding_weight), g)
                 key, value = self.layer.keys_values(u, rows + k)
                 keys.append(key)
                 values.append(value)
             q = self.layer.queries(u, rows + k)
-            g = self.layer.finish(g, training_time_test_attention(q, keys, values, rows))
-            outputs.append(self.norm(g))
+            attended = training_time_test_attention(q, keys, values, rows)
+            normed, g = self._advance(self.layer.finish(self.layer.residual(g, u), attended))
+            outputs.append(normed)
         return torch.stack(outputs)
 
+    def _advance(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        """What the output head reads of the state behind a step, and what the next step does, both ``[B, T, H]``."""
+        normed = self.norm(g)
+        return normed, normed if self.config.norm_output else g
+
     def fuse(self, captured: Tensor) -> Tensor:
-        """``[B, T, A, H]`` → ``[B, T, H]``, the first step's state."""
-        scaled = captured.to(self.fc.weight.dtype) * self.capture_scale.to(self.fc.weight.dtype)[:, None]
-        return self.fc(scaled.flatten(-2))
+        """``[B, T, A, H]`` → ``[B, T, H]``, the first step's state; H of the target and of the head."""
+        return self.fc(self.fc_inputs(captured))
+
+    def fc_inputs(self, captured: Tensor) -> Tensor:
+        """``[…, A, H]`` → ``[…, A·H]``, scaled or normed."""
+        dtype = self.fc.weight.dtype
+        x = (captured.to(dtype) * self.capture_scale.to(dtype)[:, None]).flatten(-2)
+        if self.input_norm is not None:
+            x = self.input_norm(x)
+        if self.fc_norm is not None:
+            parts = x.chunk(len(self.fc_norm), dim=-1)
+            x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return x
 
     @property
     def folded_fc(self) -> Tensor:
         """``fc``'s weight with the capture scales multiplied in, exactly: what engines load."""
-        width = self.shape.hidden_size
-        return self.fc.weight.detach() * self.capture_scale.repeat_interleave(width)
+        return self.fc.weight.detach() * self.capture_scale.repeat_interleave(self.target_hidden_size)
 
     def new_state(self, slots: int, cache: SlotCache) -> "Eagle3State":
         del cache
@@ -167,10 +221,10 @@ class Eagle3Head(DraftHead):
         assert isinstance(state, Eagle3State)
         positions, mask = state.cache.begin(context.start, context.next_tokens.shape[1])
         g = self._step(state, context.next_tokens, self.fuse(context.captured), positions, mask)
-        state.g = rows_at(g, context.newest)[:, None]  # [B, 1, H]
+        normed, state.g = self._advance(rows_at(g, context.newest)[:, None])  # [B, 1, H]
         state.lengths, state.depth = context.lengths, 0
         state.lineage = state.g.new_zeros(len(g), 1, 0, dtype=torch.bool)
-        return self._logits(state.g)[:, 0]
+        return self.lm_head(normed)[:, 0]
 
     def following(self, state: DraftState, tokens: Tensor, parents: Tensor) -> Tensor:
         assert isinstance(state, Eagle3State)
@@ -180,19 +234,16 @@ class Eagle3Head(DraftHead):
         state.lineage = torch.cat([rows_at(state.lineage, parents), itself], dim=-1)  # [B, W, M]
         mask = state.cache.begin_level(state.lengths, state.lineage)
         positions = (state.lengths + state.depth)[:, None].expand_as(tokens)
-        state.g = self._step(state, tokens, rows_at(state.g, parents), positions, mask)
+        normed, state.g = self._advance(self._step(state, tokens, rows_at(state.g, parents), positions, mask))
         state.depth += 1
-        return self._logits(state.g)
+        return self.lm_head(normed)
 
     def _step(self, state: "Eagle3State", tokens: Tensor, g: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """Run the layer over ``T`` rows at ``positions`` ``[B, T]``, in the pass that the cache has begun."""
-        u = self.layer.inputs(embedding(tokens, self._borrowed_embedding), g)
+        u = self.layer.inputs(embedding(tokens, self.embedding_weight), g)
         keys, values = state.cache.layers[0].update(*self.layer.keys_values(u, positions))
         q = self.layer.queries(u, positions)
-        return self.layer.finish(g, grouped_attention(q, keys, values, mask))
-
-    def _logits(self, g: Tensor) -> Tensor:
-        return self.lm_head(self.norm(g))
+        return self.layer.finish(self.layer.residual(g, u), grouped_attention(q, keys, values, mask))
 
 
 class Eagle3State(DraftState):

@@ -1,4 +1,8 @@
-"""EAGLE-3's decoder layer: a Llama layer whose attention reads ``[embedding; state]``."""
+"""EAGLE-3's decoder layer: a Llama layer whose attention reads ``[embedding; state]``.
+
+Or a Qwen3 layer, which differs in its attention alone: queries and keys are normed head by head, and where there are
+biases the output projection has none (as vLLM 0.32 computes both: ``llama_eagle3.py``, ``qwen3_eagle3.py``).
+"""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,9 +32,21 @@ class LayerShape:
     rms_norm_eps: float
     max_position_embeddings: int
     rope_parameters: dict[str, Any]
+    attention_bias: bool = False
+    qk_norm: bool = False  # Qwen3's attention
+    hidden_act: str = "silu"
+    target_hidden_size: int = 0  # that of the captured states; 0 stands for the layer's own
+
+    def __post_init__(self) -> None:
+        if self.hidden_act != "silu":
+            raise ValueError(
+                f"the draft layer's hidden_act is {self.hidden_act!r}, but vLLM and SGLang run draft layers with silu "
+                "alone: use a head with silu"
+            )
+        object.__setattr__(self, "target_hidden_size", self.target_hidden_size or self.hidden_size)
 
     @classmethod
-    def of_target(cls, config: Any) -> "LayerShape":
+    def of_target(cls, config: Any, *, qk_norm: bool = False) -> "LayerShape":
         """The target's own shape, with what a Llama layer needs and the target lacks filled in.
 
         A target without attention (Mamba-2) gets heads of 64, three times the hidden size in the MLP and Llama's
@@ -51,10 +67,12 @@ class LayerShape:
             rms_norm_eps=next(getattr(config, name) for name in _NORM_EPSILONS if hasattr(config, name)),
             max_position_embeddings=getattr(config, "max_position_embeddings", None) or _POSITIONS,
             rope_parameters={k: v for k, v in rotation.items() if k != "partial_rotary_factor"},
+            qk_norm=qk_norm,
         )
 
     def llama_config(self) -> LlamaConfig:
-        return LlamaConfig(**asdict(self), num_hidden_layers=1)
+        own = {name: value for name, value in asdict(self).items() if name not in ("qk_norm", "target_hidden_size")}
+        return LlamaConfig(**own, num_hidden_layers=1)
 
 
 class Norm(nn.RMSNorm):
@@ -68,11 +86,14 @@ class Attention(nn.Module):
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
         width, queries = 2 * shape.hidden_size, shape.num_attention_heads * shape.head_dim
-        shared = shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(width, queries, bias=False)
-        self.k_proj = nn.Linear(width, shared, bias=False)
-        self.v_proj = nn.Linear(width, shared, bias=False)
-        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
+        shared, bias = shape.num_key_value_heads * shape.head_dim, shape.attention_bias
+        self.q_proj = nn.Linear(width, queries, bias=bias)
+        self.k_proj = nn.Linear(width, shared, bias=bias)
+        self.v_proj = nn.Linear(width, shared, bias=bias)
+        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=bias and not shape.qk_norm)
+        eps = shape.rms_norm_eps
+        self.q_norm: nn.Module = Norm(shape.head_dim, eps=eps) if shape.qk_norm else nn.Identity()
+        self.k_norm: nn.Module = Norm(shape.head_dim, eps=eps) if shape.qk_norm else nn.Identity()
 
 
 class Mlp(nn.Module):
@@ -89,9 +110,9 @@ class Mlp(nn.Module):
 class DecoderLayer(nn.Module):
     """A Llama layer whose attention reads ``[embedding; state]``. Split in two halves around the attention itself."""
 
-    def __init__(self, shape: LayerShape) -> None:
+    def __init__(self, shape: LayerShape, *, norm_before_residual: bool = False) -> None:
         super().__init__()
-        self.head_dim = shape.head_dim
+        self.head_dim, self.width, self.norm_before_residual = shape.head_dim, shape.hidden_size, norm_before_residual
         self.input_layernorm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)  # of the embedding half
         self.hidden_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)  # of the state half
         self.self_attn = Attention(shape)
@@ -100,26 +121,32 @@ class DecoderLayer(nn.Module):
         self.rotary = LlamaRotaryEmbedding(shape.llama_config())
 
     def inputs(self, embedded: Tensor, g: Tensor) -> Tensor:
-        """``[B, T, 2H]``: normed embedding and normed state, what attention reads."""
-        dtype = self.self_attn.q_proj.weight.dtype
+        """``u`` ``[B, T, 2H]``: normed embedding and normed state, what attention reads."""
+        dtype = self.hidden_norm.weight.dtype
         return torch.cat([self.input_layernorm(embedded.to(dtype)), self.hidden_norm(g.to(dtype))], dim=-1)
 
     def queries(self, u: Tensor, positions: Tensor) -> Tensor:
         """Rotated queries ``[B, N, T, D]`` of rows at ``positions`` ``[B, T]``."""
-        return self._rotated(self._heads(self.self_attn.q_proj(u)), positions)
+        return self._rotated(self._heads(self.self_attn.q_proj(u)), self.self_attn.q_norm, positions)
 
     def keys_values(self, u: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys and values ``[B, N_kv, T, D]`` of rows at ``positions`` ``[B, T]``."""
-        return self._rotated(self._heads(self.self_attn.k_proj(u)), positions), self._heads(self.self_attn.v_proj(u))
+        keys = self._rotated(self._heads(self.self_attn.k_proj(u)), self.self_attn.k_norm, positions)
+        return keys, self._heads(self.self_attn.v_proj(u))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+    def _rotated(self, x: Tensor, norm: nn.Module, positions: Tensor) -> Tensor:
+        x = norm(x).to(x.dtype)  # fp32 norms give fp32, also where attention runs in bf16
         cos, sin = self.rotary(x, positions)
         return apply_rotary_pos_emb(x, x, cos, sin)[0]
 
-    def finish(self, g: Tensor, attended: Tensor) -> Tensor:
+    def residual(self, g: Tensor, u: Tensor) -> Tensor:
+        """What the layer adds to, ``[B, T, H]``: the state, or its normed half of ``u`` if the switch is set."""
+        return u[..., self.width :] if self.norm_before_residual else g
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The rest of the layer after attention ``[B, N, T, D]``: the un-normed state ``[B, T, H]``."""
-        r = g + self.self_attn.o_proj(attended.transpose(1, 2).flatten(-2))
+        r = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(-2))
         return r + self.mlp(self.post_attention_layernorm(r))

@@ -8,10 +8,11 @@ regression before the first step:
 
 ``A`` becomes ``fc``. ``B``, cut to the rank that the values have, becomes ``v_proj`` and ``o_proj``, and
 queries and keys of the embedding half start equal, so that a row attends mostly to itself and the values pass
-through.
+through. Where a norm stands between ``fc`` and the sum, its gain is the size that the fit gave the state; where one
+stands between projections and scores, its gain is what gives the self-score.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -30,35 +31,52 @@ def least_squares_start(
     layer: DecoderLayer,
     norm: Norm,
     shape: LayerShape,
-    capture_scale: Tensor,
+    fc_inputs: Callable[[Tensor], Tensor],
     embedding: Tensor,
     batches: Iterable[tuple[TargetStates, Tensor, Tensor]],
 ) -> None:
-    """Set ``fc`` and the layer's attention from data; ``norm`` is the head's last, ``capture_scale`` ``[A]``.
+    """Set ``fc`` and the layer's attention from data; ``norm`` is the head's last, ``fc_inputs`` makes ``[N, A·H]`` of
+    captured states ``[N, A, H]``.
 
     ``batches``: target states, tokens ``[B, T]`` and the mask ``[B, T]`` of supervised positions. Needs one
-    ``[(A+1)H, (A+1)H]`` system in fp64.
+    ``[(A+1)H, (A+1)H]`` system in fp64. Raises ``ValueError`` for a head of another hidden size than the target's,
+    whose states are no fit of the target's.
     """
     width = shape.hidden_size
-    inputs = (len(capture_scale) + 1) * width
+    if width != shape.target_hidden_size:
+        raise ValueError(
+            f"eagle3.start is least-squares, but the head's hidden size of {width} is not the target's "
+            f"{shape.target_hidden_size}: set eagle3.start to random"
+        )
+    inputs = fc.in_features + width
     gram = torch.zeros(inputs, inputs, dtype=torch.float64, device=fc.weight.device)
     cross = torch.zeros(inputs, width, dtype=torch.float64, device=gram.device)
     dead = norm.weight.abs() < 1e-3 * norm.weight.abs().mean()  # channels that the final norm shuts off
     gain_inverse = torch.where(dead, 0.0, 1.0 / norm.weight)
+    rows = 0
     for states, tokens, supervised in batches:
         sequence, position = supervised.nonzero(as_tuple=True)
         sequence, position = sequence[position > 0], position[position > 0]
-        captured = states.captured[sequence, position - 1].float() * capture_scale[:, None]  # [N, A, H] at t
+        captured = fc_inputs(states.captured[sequence, position - 1].float())  # [N, A·H] at t
         token = layer.input_layernorm(embedding[tokens[sequence, position]].float())  # [N, H] of t + 1
-        x = torch.cat([captured.flatten(1), token], dim=1)
+        x = torch.cat([captured, token], dim=1)
         y = states.last_hidden[sequence, position].float() * gain_inverse  # [N, H] at t + 1
         gram += (x.T @ x).double()
         cross += (x.T @ y).double()
-    gram += RIDGE * gram.diagonal().mean() * torch.eye(inputs, dtype=gram.dtype, device=gram.device)
-    solution = torch.linalg.solve(gram, cross).float().T  # [H, (A+1)H]
-    fc.weight.copy_(solution[:, :-width])
+        rows += len(x)
+    ridge = RIDGE * gram.diagonal().mean()
+    gram += ridge * torch.eye(inputs, dtype=gram.dtype, device=gram.device)
+    solution = torch.linalg.solve(gram, cross).T  # [H, (A+1)H]
+    states_part, token_part = solution[:, :-width], solution[:, -width:].float()
+    fc.weight.copy_(states_part)
+    if layer.norm_before_residual:
+        squares = ((states_part @ gram[:-width, :-width]) * states_part).sum() - ridge * states_part.square().sum()
+        layer.hidden_norm.weight.fill_(float((squares / (rows * width)).sqrt()))
+    for name, parameter in layer.named_parameters():
+        if name.endswith(".bias"):
+            parameter.zero_()
     _attend_to_oneself(layer, shape)
-    _values_from(solution[:, -width:], layer, shape)
+    _values_from(token_part, layer, shape)
     layer.mlp.down_proj.weight.mul_(SMALL)
 
 
@@ -72,6 +90,10 @@ def _attend_to_oneself(layer: DecoderLayer, shape: LayerShape) -> None:
     for projection, weight in ((attention.q_proj, queries), (attention.k_proj, keys)):
         projection.weight[:, :width] = weight
         projection.weight[:, width:] *= SMALL
+    if shape.qk_norm:  # normed queries and keys have length √D, whatever the projections are
+        for normed in (attention.q_norm, attention.k_norm):
+            assert isinstance(normed, Norm)
+            normed.weight.fill_((SELF_SCORE / shape.head_dim**0.5) ** 0.5)
 
 
 def _values_from(token_part: Tensor, layer: DecoderLayer, shape: LayerShape) -> None:

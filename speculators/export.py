@@ -1,109 +1,144 @@
-"""Writing a trained head for an engine, and reading one back.
+"""Writing a trained head for an engine.
 
-An export is a folder with ``model.safetensors``, ``config.json`` in the engine's own words and
-``manifest.json`` with the sha256 of both and what the head was trained against.
+An export is a folder with the head's weights in safetensors, ``config.json`` in the engines' own words and
+``manifest.json`` with the sha256 of both. What engines would not notice is checked before anything is written: names,
+shapes, maps, values that are not finite, and heads that one of the layout's engines computes otherwise.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from torch import Tensor
 
 from bitdraft.quant.files import folder_written_atomically, sha256_of
-from bitdraft.quant.rotation import ORIGINAL, basis_name, check_basis
 from bitdraft.quant.target import LowBitTarget
 from bitdraft.speculators.base import DraftHead
-from bitdraft.speculators.formats import eagle3_vllm, medusa_vllm
+from bitdraft.speculators.formats import eagle3_original, eagle3_speculators, medusa_original, medusa_vllm
+from bitdraft.speculators.formats.facts import TargetFacts
+from bitdraft.speculators.formats.maps import check_maps
 
-FORMATS: dict[str, ModuleType] = {"eagle3": eagle3_vllm, "medusa": medusa_vllm}
-"""The engine format of each kind of head."""
+LAYOUTS: dict[str, ModuleType] = {
+    layout.NAME: layout for layout in (eagle3_speculators, eagle3_original, medusa_vllm, medusa_original)
+}
+"""The layouts that engines load, by name. Each has ``NAME``, ``KIND``, ``ENGINES``, ``WEIGHTS`` (its file) and the
+functions ``is_this_format``, ``check``, ``tensors``, ``shapes``, ``config`` and ``load``."""
 
+DEFAULT_LAYOUT = {"eagle3": eagle3_speculators.NAME, "medusa": medusa_vllm.NAME}
+"""By kind of head: what vLLM reads."""
 
-def export_head(head: DraftHead, target: LowBitTarget, path: Path, *, draft_length: int) -> None:
-    """Write ``path`` (replaced as a whole if it exists). ``draft_length``: what the engine drafts by default."""
-    layout = FORMATS[head.kind]
-    weights = {name: tensor.cpu().contiguous() for name, tensor in layout.tensors(head).items()}
-    bad = [name for name, tensor in weights.items() if tensor.is_floating_point() and not torch.isfinite(tensor).all()]
-    if bad:
-        raise ValueError(f"not exported: {bad[0]} holds NaN or infinity")
-    described: dict[str, Any] = layout.config(head, target, draft_length)
-    described["bitdraft"] = {
-        "recipe": target.recipe.name,
-        "recipe_fingerprint": target.recipe.fingerprint,
-        "target_fingerprint": target.fingerprint,
-        "residual_basis": basis_name(target.model),
-    }
-    with folder_written_atomically(path) as fresh:
-        save_file(weights, fresh / "model.safetensors", metadata={"format": "pt"})
-        (fresh / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        sums = {name: sha256_of(fresh / name) for name in ("model.safetensors", "config.json")}
-        (fresh / "manifest.json").write_text(json.dumps({"sha256": sums}, indent=2) + "\n", encoding="utf-8")
+MANIFEST = "manifest.json"
+_PART = 1 << 20  # elements looked at at once
 
 
-def load_head(path: Path, target: LowBitTarget) -> DraftHead:
-    """Read an exported head for ``target``, in the target's dtype and on its device, ready to draft.
+def export_head(
+    head: DraftHead, target: LowBitTarget, path: Path, *, draft_length: int, layout: str | None = None
+) -> None:
+    """Write ``path``, whole or not at all (replaced as a whole if it exists), with its manifest.
 
-    Raises ``ValueError`` naming the folder and what is wrong: missing or damaged files, an unknown format, weights that
-    do not fit, or a target of another shape.
+    ``draft_length``: what the engine drafts by default. Raises ``ValueError`` as ``write_head`` does.
     """
-    config_path, weights_path = path / "config.json", path / "model.safetensors"
-    for file in (config_path, weights_path):
-        if not file.is_file():
-            raise ValueError(f"{path} holds no exported head: {file.name} is missing")
-    _check_manifest(path)
-    described = _json_object(config_path)
-    try:
-        weights = load_file(weights_path)
-    except SafetensorError as error:
-        raise ValueError(f"the head in {path} is damaged: {error}") from error
-    layout = next((f for f in FORMATS.values() if f.is_this_format(described)), None)
-    if layout is None:
-        raise ValueError(f"{config_path} is not of a known head format ({', '.join(FORMATS)})")
-    try:
-        head: DraftHead = layout.load(described, weights, target)
-    except KeyError as error:
-        raise ValueError(f"{config_path} lacks the key {error}") from error
-    except RuntimeError as error:
-        raise ValueError(
-            f"{weights_path} does not fit its config.json: {str(error).splitlines()[-1].strip()}"
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    with folder_written_atomically(path) as fresh:
+        write_head(head, target, fresh, draft_length=draft_length, layout=layout)
+        write_manifest(fresh)
+
+
+def write_head(
+    head: DraftHead,
+    target: LowBitTarget,
+    folder: Path,
+    *,
+    draft_length: int,
+    layout: str | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> None:
+    """Write weights and config.json into ``folder``, which exists.
+
+    ``facts``: what else the block ``bitdraft`` of config.json says, or says otherwise than the target does (the recipe
+    that the head was trained on). Raises ``ValueError`` for a layout that does not hold the head, naming those that do;
+    for another target than the head's, weights that are not finite and maps that are wrong; ``OSError`` where writing
+    fails.
+    """
     head.fits(target)
+    write_head_for(head, TargetFacts.of(target), folder, draft_length=draft_length, layout=layout, facts=facts)
+
+
+@torch.no_grad()
+def write_head_for(
+    head: DraftHead,
+    target: TargetFacts,
+    folder: Path,
+    *,
+    draft_length: int,
+    layout: str | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> None:
+    """``write_head`` for a target that need not be loaded."""
+    chosen = layout_of(head, layout)
+    chosen.check(head)
+    weights = {name: t.cpu().contiguous() for name, t in chosen.tensors(head).items()}
+    _check_weights(weights, chosen.shapes(head), head)
+    described: dict[str, Any] = chosen.config(head, target, draft_length)
+    described["bitdraft"] = {
+        "recipe": target.recipe,
+        "recipe_fingerprint": target.recipe_fingerprint,
+        "target_fingerprint": target.fingerprint,
+        **(facts or {}),
+        "residual_basis": target.residual_basis,
+        "tokenizer": target.tokenizer,
+        "format": chosen.NAME,
+    }
     try:
-        check_basis(recipe_of_head(path).get("residual_basis", ORIGINAL), target.model)
+        save_file(weights, folder / chosen.WEIGHTS, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, among others
+        raise OSError(f"the head could not be written to {folder / chosen.WEIGHTS}: {error}") from error
+    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+def write_manifest(folder: Path) -> None:
+    """``manifest.json``: the sha256 of every other file below ``folder``."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST)
+    sums = {p.relative_to(folder).as_posix(): sha256_of(p) for p in files}
+    (folder / MANIFEST).write_text(json.dumps({"sha256": sums}, indent=2) + "\n", encoding="utf-8")
+
+
+def layout_of(head: DraftHead, name: str | None) -> Any:
+    """The layout of that name, by default vLLM's; ``ValueError`` naming those that hold a head of its kind."""
+    fitting = [layout.NAME for layout in LAYOUTS.values() if head.kind == layout.KIND]
+    chosen = name or DEFAULT_LAYOUT[head.kind]
+    if chosen not in fitting:
+        what = "is for another kind of head" if chosen in LAYOUTS else "is not known"
+        raise ValueError(f"the format {chosen} {what}: {head.kind} heads are written as {' or '.join(fitting)}")
+    return LAYOUTS[chosen]
+
+
+def _check_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], head: DraftHead) -> None:
+    """``ValueError`` unless ``weights`` are what engines ask for; they check nothing of this themselves."""
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    for name in sorted({*found, *shapes}):
+        if found.get(name) != shapes.get(name):
+            wanted = f"{list(shapes[name])}" if name in shapes else "no tensor of this layout"
+            raise ValueError(
+                f"not exported: {name} is {list(found[name]) if name in found else 'missing'}, not {wanted}"
+            )
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not _finite(tensor):
+            raise ValueError(f"not exported: {name} holds NaN or infinity")
+    try:
+        check_maps(weights, len(head.vocab), head.vocab.target_size)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return head.placed(target.device, target.dtype).eval().requires_grad_(False)
+        raise ValueError(f"not exported: {error}") from error
 
 
-def recipe_of_head(path: Path) -> dict[str, Any]:
-    """What the export says it was trained against (``recipe``, ``recipe_fingerprint``, ``target_fingerprint``,
-    ``residual_basis``)."""
-    return dict(_json_object(path / "config.json").get("bitdraft", {}))
-
-
-def _check_manifest(path: Path) -> None:
-    manifest = path / "manifest.json"
-    if not manifest.is_file():
-        return  # a head that was not exported here
-    sums = _json_object(manifest).get("sha256")
-    if not isinstance(sums, dict) or set(sums) != {"model.safetensors", "config.json"}:
-        raise ValueError(f"the head in {path} is damaged: manifest.json does not hold both sums")
-    for name, expected in sums.items():
-        if sha256_of(path / name) != expected:
-            raise ValueError(f"the head in {path} is damaged: {name} has another sha256 than manifest.json says")
-
-
-def _json_object(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise ValueError(f"the head in {file.parent} is damaged: {file.name} is not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"the head in {file.parent} is damaged: {file.name} holds no JSON object")
-    return content
+def _finite(tensor: Tensor) -> bool:
+    """Whether the least and the greatest value are, which are NaN where any value is: ``isfinite`` on all of a large
+    tensor takes many times as long, and its memory several times over."""
+    parts = tensor.view(-1).split(_PART)
+    return all(
+        bool(end.isfinite()) for part in parts for end in (part.float() if part.itemsize == 1 else part).aminmax()
+    )

@@ -29,6 +29,8 @@ class MedusaConfig:
     own_output: bool = False
     """Give every head an output projection of its own (initialised from the target's) instead of sharing the
     target's frozen one."""
+    bias: bool = False
+    """Give every residual block a bias, as the heads of the original Medusa project have."""
 
     def __post_init__(self) -> None:
         for field in ("heads", "blocks"):
@@ -50,7 +52,7 @@ class MedusaHead(DraftHead):
         if not vocab.is_full:
             raise ValueError("Medusa heads need the full vocabulary: engines load no reduced one")
         self.config, self.vocab, self.target_hidden_size = config, vocab, hidden_size
-        self.blocks = nn.ModuleList(_Blocks(config.blocks, hidden_size) for _ in range(config.heads))
+        self.blocks = nn.ModuleList(_Blocks(config.blocks, hidden_size, config.bias) for _ in range(config.heads))
         self._borrowed_output = borrowed_output
         self.lm_heads = nn.ModuleList(
             nn.Linear(hidden_size, len(vocab), bias=False) for _ in range(config.heads if config.own_output else 0)
@@ -63,6 +65,12 @@ class MedusaHead(DraftHead):
             assert isinstance(own, nn.Linear)
             own.weight.data.copy_(target.output_weight)
         return head
+
+    def placed(self, device: torch.device, dtype: torch.dtype) -> "MedusaHead":
+        super().placed(device, dtype)
+        if self._borrowed_output is not None:  # files hold a copy of it in their own dtype
+            self._borrowed_output = self._borrowed_output.to(device, dtype)
+        return self
 
     @property
     def longest_draft(self) -> int:
@@ -115,12 +123,11 @@ class MedusaState(DraftState):
 class _Blocks(nn.Module):
     """The residual blocks of one head; zero weights make it the identity."""
 
-    def __init__(self, blocks: int, hidden_size: int) -> None:
+    def __init__(self, blocks: int, hidden_size: int, bias: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(blocks))
-        for layer in self.layers:
-            assert isinstance(layer, nn.Linear)
-            nn.init.zeros_(layer.weight)
+        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size, bias=bias) for _ in range(blocks))
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
 
     def forward(self, hidden: Tensor) -> Tensor:
         for layer in self.layers:

@@ -33,12 +33,13 @@ from bitdraft.quant.target import LowBitTarget, load_target, load_tokenizer
 from bitdraft.speculators.base import DraftHead, check_layers
 from bitdraft.speculators.drafting import DraftPlan
 from bitdraft.speculators.eagle3 import Eagle3Config
-from bitdraft.speculators.export import export_head, load_head
+from bitdraft.speculators.load import load_head
 from bitdraft.speculators.registry import HEADS
 from bitdraft.speculators.vocab import DraftVocab, default_draft_size
 from bitdraft.train.config import RunConfig
 from bitdraft.train.config_io import to_plain, to_yaml
 from bitdraft.train.environment import Environment, chosen_dtype
+from bitdraft.train.exporting.checked import export_checked
 from bitdraft.train.loop import train
 from bitdraft.train.measuring.acceptance import Decoding, measure, require_lossless
 from bitdraft.train.measuring.document import document, result, table
@@ -75,8 +76,9 @@ def run(config: RunConfig, environment: Environment) -> Finished:
     conversations = read_conversations(config.data or [demo_file("train")])[: config.prompts]
     heldout = read_conversations(config.acceptance.data or [demo_file("heldout")])
     accelerator = _accelerator(config, environment, folder)
+    contents = _contents(recipe, text_recipe, conversations)
     if accelerator.is_main_process:
-        _open_run(folder, config, _contents(recipe, text_recipe, conversations))
+        _open_run(folder, config, contents)
     accelerator.wait_for_everyone()
     finished = Finished(folder, folder / "export", folder / "acceptance.json")
     if finished.is_whole(config):
@@ -103,7 +105,14 @@ def run(config: RunConfig, environment: Environment) -> Finished:
     head = train(config, accelerator, target, head, examples, folder)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        _export_and_measure(config, target, head, tokenizer, heldout, finished)
+        facts = {
+            "answers_by": "the data" if config.answers.source == "file" else text_recipe.name,
+            "data_fingerprint": contents["data"],
+            "examples": len(examples),
+            "steps": config.optim.steps,
+            "seed": config.seed,
+        }
+        _export_and_measure(config, target, head, tokenizer, heldout, finished, facts)
     accelerator.end_training()
     return finished
 
@@ -265,16 +274,23 @@ def _make_head(
 
 
 def _export_and_measure(
-    config: RunConfig, target: LowBitTarget, head: DraftHead, tokenizer: Any, heldout: list[Conversation], out: Finished
+    config: RunConfig,
+    target: LowBitTarget,
+    head: DraftHead,
+    tokenizer: Any,
+    heldout: list[Conversation],
+    out: Finished,
+    facts: dict[str, Any],
 ) -> None:
-    """Export, load the export back, and measure with what was loaded."""
-    export_head(head, target, out.export, draft_length=max(config.acceptance.draft_lengths, default=3))
-    if not config.acceptance.draft_lengths:
-        return
+    """Export, and measure with what is loaded from the export."""
     measured = config.acceptance
     name = "+".join(path.stem for path in measured.data or [demo_file("heldout")])
     prompts = PromptSet(name, tuple(heldout[: measured.prompts]))
     how = Decoding(max_new_tokens=measured.max_new_tokens, batch_size=measured.batch_size)
+    longest = max(measured.draft_lengths, default=min(3, head.longest_draft or 3))
+    export_checked(head, target, out.export, tokenizer, prompts, how, draft_length=longest, facts=facts)
+    if not measured.draft_lengths:
+        return
     plans = [DraftPlan(length=length) for length in measured.draft_lengths]
     results = measure(target, load_head(out.export, target), tokenizer, prompts, plans, how, check=measured.check)
     print(table(results))

@@ -1,17 +1,18 @@
 """A quantized checkpoint in compressed-tensors format, from the recipe that a training run simulates.
 
 The model is loaded and the recipe applied as for training; what is written are the codes and scales of the very
-weights that were simulated. Everything else is copied from the source, tensor by tensor under its own names, so the
-result is the source's folder with other weights.
+weights that were simulated, or, baked, the numbers that they stand for (``quant/checkpoints/bake.py``). Everything
+else is copied from the source, tensor by tensor under its own names, so the result is the source's folder with other
+weights.
 """
 
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -19,13 +20,14 @@ from torch import Tensor, nn
 
 from bitdraft.quant.apply import Applied, apply_recipe
 from bitdraft.quant.block import Quantized, spread
+from bitdraft.quant.checkpoints.bake import Exactness, baked_config, check_can_bake, low_bit_layer
 from bitdraft.quant.checkpoints.declare import check_has_layout, quantization_config
 from bitdraft.quant.checkpoints.read import method_of, quantization_of
 from bitdraft.quant.checkpoints.tensors import TensorFiles, model_folder
 from bitdraft.quant.codes import Encoded, e8m0_bytes
 from bitdraft.quant.experts import RoutedExperts, StoredExpert, expert_projections, experts_around, stored_expert
 from bitdraft.quant.files import folder_written_atomically
-from bitdraft.quant.linear import LowBitLinear
+from bitdraft.quant.fingerprint import digest_of
 from bitdraft.quant.loading import load_model, placed, placed_text, read_config
 from bitdraft.quant.pack import to_compressed_tensors
 from bitdraft.quant.recipe import Recipe
@@ -56,15 +58,17 @@ def write_quantized(
     calibration: Sequence[Tensor] = (),
     overwrite: bool = False,
     trust_remote_code: bool = False,
+    baked: bool = False,
 ) -> Written:
     """Quantize the model folder or hub id ``target`` and write it to the folder ``out``, whole or not at all.
 
     ``dtype``: what the weights are loaded in before they are quantized, by default the checkpoint's own type.
-    ``calibration``: token ids ``[1, T]`` each, for recipes with static activation scales. Raises ``ValueError`` for a
-    folder that exists (unless ``overwrite``), a target that is quantized already, formats without a layout, and
-    experts that the source keeps in one tensor.
+    ``calibration``: token ids ``[1, T]`` each, for recipes with static activation scales. ``baked``: write an ordinary
+    checkpoint whose weights, in ``dtype``, are the numbers that the codes stand for. Raises ``ValueError`` for a
+    folder that exists (unless ``overwrite``), a target that is quantized already, formats without a layout or, baked,
+    with more than weights or with weights that ``dtype`` cannot hold, and experts that the source keeps in one tensor.
     """
-    check_has_layout(recipe)
+    (check_can_bake if baked else check_has_layout)(recipe)
     if out.exists() and (not overwrite or not out.is_dir()):
         raise ValueError(f"{out} exists: choose another --out" + (", or add --overwrite" if out.is_dir() else ""))
     config = read_config(target, trust_remote_code)
@@ -76,13 +80,17 @@ def write_quantized(
     wanted = dtype or (config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16)
     model = placed(load_model(target, config, wanted, trust_remote_code, None), device)
     weights: dict[str, Encoded] = {}
+    exactness = Exactness(wanted)
 
     def keep(name: str, q: Quantized) -> None:
-        layer = model.get_submodule(name)
-        assert isinstance(layer, LowBitLinear)
-        weights[name] = encoded(q, layer.weights)
+        layer = low_bit_layer(model, name)
+        if baked:
+            exactness.add(layer)
+        else:
+            weights[name] = encoded(q, layer.weights)
 
     applied = apply_recipe(model, recipe, compiled=False, calibration=placed_text(model, calibration), watch=keep)
+    exactness.check(recipe)
     head = model.get_output_embeddings()  # type: ignore[operator]
     if any(model.get_submodule(name) is head for name in applied.quantized):
         raise ValueError(
@@ -93,11 +101,17 @@ def write_quantized(
     renamed = _checkpoint_names(model, applied, files)
     with folder_written_atomically(out) as folder:
         writer = _Shards(folder, _LARGEST_FILE)
-        for name, tensor in _tensors(model, files, renamed, weights):
+        put = partial(_baked, model, wanted) if baked else partial(_stored, model, weights)
+        for name, tensor in _tensors(files, renamed, put):
             writer.add(name, tensor)
         writer.finish()
-        rules = {layer: applied.quantized[part.layer] for layer, part in renamed.items()}
-        _write_config(folder, source, quantization_config(rules, _ignored(model, applied, files)))
+        described = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        if baked:
+            baked_config(described, recipe, wanted, digest_of(calibration) if recipe.looks_at_inputs else None)
+        else:
+            rules = {layer: applied.quantized[part.layer] for layer, part in renamed.items()}
+            described["quantization_config"] = quantization_config(rules, _ignored(model, applied, files))
+        (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
         for path in source.iterdir():
             if path.is_file() and not _WEIGHT_FILES.fullmatch(path.name):
                 shutil.copyfile(path, folder / path.name)
@@ -152,40 +166,46 @@ def _checkpoint_names(model: nn.Module, applied: Applied, files: TensorFiles) ->
 
 
 def _rows(model: nn.Module, expert: StoredExpert) -> slice:
-    layer = model.get_submodule(expert.layer)
-    assert isinstance(layer, LowBitLinear)
-    half = layer.out_features // 2
+    half = low_bit_layer(model, expert.layer).out_features // 2
     return {"gate": slice(half), "up": slice(half, None), "down": slice(None)}[expert.part]
 
 
 def _tensors(
-    model: nn.Module, files: TensorFiles, renamed: dict[str, _Part], weights: dict[str, Encoded]
+    files: TensorFiles, renamed: dict[str, _Part], put: Callable[[_Part], dict[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """What the new checkpoint holds, in the order of the source's names."""
+    """What the new checkpoint holds, in the order of the source's names; ``put``: the tensors in place of a weight."""
     for name in files:
-        part = renamed.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        if part is None:
+        layer, _, leaf = name.rpartition(".")
+        if leaf != "weight" or layer not in renamed:
             yield name, files[name]
             continue
-        whole = weights[part.layer]
-        one = Encoded(
-            whole.scheme,
-            whole.codes[part.rows],
-            whole.scale[part.rows] if whole.scale.ndim and whole.scheme.rows == 1 else whole.scale,
-            None,
-            whole.global_scale,
-        )
-        if one.codes.shape != whole.codes.shape and whole.scheme.rows != 1:
-            raise ValueError(f"{whole.scheme.name} has blocks over rows, which gate and up cannot be cut along here")
-        for leaf, tensor in to_compressed_tensors(one).items():
-            yield f"{name.removesuffix('.weight')}.{leaf}", tensor.cpu().clone()
-        layer = model.get_submodule(part.layer)
-        assert isinstance(layer, LowBitLinear)
-        if layer.input_global_scale is not None:
-            yield (
-                f"{name.removesuffix('.weight')}.input_global_scale",
-                layer.input_global_scale.cpu().reshape(1).clone(),
-            )
+        for new, tensor in put(renamed[layer]).items():
+            yield f"{layer}.{new}", tensor
+
+
+def _stored(model: nn.Module, weights: dict[str, Encoded], part: _Part) -> dict[str, Tensor]:
+    """Codes and scales by the last parts of their names."""
+    whole = weights[part.layer]
+    one = Encoded(
+        whole.scheme,
+        whole.codes[part.rows],
+        whole.scale[part.rows] if whole.scale.ndim and whole.scheme.rows == 1 else whole.scale,
+        None,
+        whole.global_scale,
+    )
+    if one.codes.shape != whole.codes.shape and whole.scheme.rows != 1:
+        raise ValueError(f"{whole.scheme.name} has blocks over rows, which gate and up cannot be cut along here")
+    tensors = {leaf: tensor.cpu().clone() for leaf, tensor in to_compressed_tensors(one).items()}
+    input_scale = low_bit_layer(model, part.layer).input_global_scale
+    if input_scale is not None:
+        tensors["input_global_scale"] = input_scale.cpu().reshape(1).clone()
+    return tensors
+
+
+def _baked(model: nn.Module, written: torch.dtype, part: _Part) -> dict[str, Tensor]:
+    """The weight that a layer stands for, or some of its rows."""
+    rows = low_bit_layer(model, part.layer).dequantized()[part.rows]
+    return {"weight": rows.to(written).cpu().clone()}
 
 
 def _ignored(model: nn.Module, applied: Applied, files: TensorFiles) -> list[str]:
@@ -198,12 +218,6 @@ def _ignored(model: nn.Module, applied: Applied, files: TensorFiles) -> list[str
         if not isinstance(module, (nn.Embedding, nn.Conv1d, RoutedExperts)) and expert_projections(module) is None:
             kept.append(name)
     return kept
-
-
-def _write_config(folder: Path, source: Path, quantization: dict[str, Any]) -> None:
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = quantization
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 class _Shards:

@@ -29,7 +29,7 @@ from bitdraft.quant.target import LowBitTarget, load_target, load_tokenizer
 from bitdraft.speculators.base import Drafter, DraftHead
 from bitdraft.speculators.decode import Generation, Seconds, generate
 from bitdraft.speculators.drafting import DraftPlan
-from bitdraft.speculators.export import load_head
+from bitdraft.speculators.load import load_head
 from bitdraft.speculators.lossless import compare_with_plain
 from bitdraft.speculators.tree_shapes import sparse
 from bitdraft.train.environment import chosen_dtype, machine_facts, read_environment, stop_cleanly

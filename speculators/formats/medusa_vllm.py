@@ -1,70 +1,73 @@
-"""Medusa in the layout that vLLM reads (``model_type: medusa``).
+"""Medusa in the layout that vLLM has given it (``model_type: medusa``, ``blocks.*``).
 
-Always the full vocabulary: vLLM cannot load a truncated one. No key may hold both "num" and "heads" but ``num_heads``
-itself: vLLM's config reader renames every other to it.
+Always the full vocabulary: vLLM cannot load a truncated one. A shared output head is stored once.
 """
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bitdraft.quant.target import LowBitTarget
 from bitdraft.speculators.base import DraftHead
+from bitdraft.speculators.formats import medusa
+from bitdraft.speculators.formats.facts import WRITTEN, TargetFacts
 from bitdraft.speculators.medusa import MedusaConfig, MedusaHead
-from bitdraft.speculators.vocab import DraftVocab
 
+NAME = "medusa-vllm"
+KIND = "medusa"
+ENGINES = ("vLLM",)
+WEIGHTS = "model.safetensors"
 MODEL_TYPE = "medusa"
 
 
-def is_this_format(config: dict[str, Any]) -> bool:
-    return config.get("model_type") == MODEL_TYPE
+def is_this_format(config: dict[str, Any], names: set[str]) -> bool:
+    return config.get("model_type") == MODEL_TYPE and any(name.startswith("blocks.") for name in names)
+
+
+def check(head: MedusaHead) -> None:
+    """Holds whatever Medusa heads can be."""
+    del head
 
 
 def tensors(head: MedusaHead) -> dict[str, Tensor]:
-    """``blocks.{head}.layers.{block}.weight`` and ``lm_head.weight`` (shared) or ``lm_heads.{head}.weight``; bf16."""
-    out = {name: weight.detach().to(torch.bfloat16) for name, weight in head.state_dict().items()}
+    """Every tensor of the checkpoint, in bf16."""
+    out = {name: weight.detach().to(WRITTEN) for name, weight in head.state_dict().items()}
     if not head.config.own_output:
-        out["lm_head.weight"] = head.output_weight.detach().to(torch.bfloat16)
+        out["lm_head.weight"] = medusa.shared_output(head)
     return out
 
 
-def config(head: MedusaHead, target: LowBitTarget, draft_length: int) -> dict[str, Any]:
+def shapes(head: MedusaHead) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of all tensors."""
+    blocks = medusa.block_shapes(head, bias=head.config.bias)
+    output = (head.vocab.target_size, head.target_hidden_size)
+    outputs = [f"lm_heads.{i}.weight" for i in range(head.config.heads)]
+    return {
+        **{f"blocks.{i}.layers.{j}.{leaf}": s for (i, j, leaf), s in blocks.items()},
+        **dict.fromkeys(outputs if head.config.own_output else ["lm_head.weight"], output),
+    }
+
+
+def config(head: MedusaHead, target: TargetFacts, draft_length: int) -> dict[str, Any]:
     """``config.json`` of the checkpoint."""
     del draft_length  # vLLM drafts with all heads unless told otherwise
     return {
-        "model_type": MODEL_TYPE,
-        "architectures": ["MedusaModel"],
-        "hidden_size": head.target_hidden_size,
-        "vocab_size": head.vocab.target_size,
+        **medusa.settings(head, target),
         "num_heads": head.config.heads,
         "num_hidden_layers": head.config.blocks,
-        "medusa_fc_bias": False,
-        "original_lm_head": not head.config.own_output,
-        "max_paths": 64,
-        "topk": 10,
-        "dtype": "bfloat16",
-        "base_model_name_or_path": target.name,
+        "medusa_fc_bias": head.config.bias,
     }
 
 
 def load(config: dict[str, Any], weights: dict[str, Tensor], target: LowBitTarget) -> DraftHead:
-    """The heads of a checkpoint."""
-    if (config["hidden_size"], config["vocab_size"]) != (target.hidden_size, target.vocab_size):
-        raise ValueError(
-            f"the heads were trained for a target with hidden size {config['hidden_size']} and vocabulary "
-            f"{config['vocab_size']}, but {target.name} has {target.hidden_size} and {target.vocab_size}: "
-            "give the target that they were trained for"
-        )
-    if config.get("medusa_fc_bias"):
-        raise ValueError("config.json sets medusa_fc_bias, which this version cannot compute")
+    """The heads of a checkpoint. Raises ``ValueError`` for settings or tensors that they cannot represent."""
     shared = bool(config.get("original_lm_head"))
-    shape = MedusaConfig(heads=config["num_heads"], blocks=config["num_hidden_layers"], own_output=not shared)
-    borrowed = weights.pop("lm_head.weight", None)
-    if shared and borrowed is None:
+    if shared and "lm_head.weight" not in weights:
         raise ValueError("config.json says original_lm_head but lm_head.weight is missing")
-    if borrowed is not None:
-        borrowed = borrowed.to(target.device, target.dtype)
-    head = MedusaHead(shape, target.hidden_size, DraftVocab.full(target.vocab_size), borrowed)
-    head.load_state_dict(weights)
-    return head
+    shape = MedusaConfig(
+        heads=config["num_heads"],
+        blocks=config["num_hidden_layers"],
+        own_output=not shared,
+        bias=bool(config.get("medusa_fc_bias")),
+    )
+    return medusa.build(shape, config, weights, target)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.recipe import AUTO
 from bitdraft.quant.target import load_target
 
@@ -37,6 +38,27 @@ def test_from_target_to_checkpoint(tiny_folder: Path, tmp_path: Path) -> None:
     again = run(tmp_path, *flags)
     assert again.returncode == 2
     assert again.stderr.strip().splitlines()[-1] == "error: runs/out exists: choose another --out, or add --overwrite"
+
+
+def test_a_baked_checkpoint_is_an_ordinary_one(tiny_folder: Path, tmp_path: Path) -> None:
+    flags = ["--target", str(tiny_folder), "--baked", "--out", "out", "--target-quant"]
+    done = run(tmp_path, *flags, "mxfp4a16")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "56 linear layers: weights mxfp4-even, activations in high precision" in done.stdout
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["bitdraft"]["recipe"] == "mxfp4a16"
+    baked, simulated = (
+        load_target(folder, load_recipe(recipe), dtype=torch.float32, compile_quantizer="off")
+        for folder, recipe in ((str(tmp_path / "out"), "none"), (str(tiny_folder), "mxfp4a16"))
+    )
+    ids = torch.arange(40)[None]
+    assert torch.equal(baked.states(ids).last_hidden, simulated.states(ids).last_hidden)
+    refused = run(tmp_path, *flags, "mxfp4", "--overwrite")
+    assert refused.returncode == 2
+    last = refused.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: recipe 'mxfp4', rule '*.layers.*': baked weights cannot hold inputs in fp8-token")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config, "what was there stays"
 
 
 def test_gptq_is_calibrated_on_the_records_given(tiny_folder: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Targets and random heads for the tests of the heads."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from bitdraft.speculators.vocab import DraftVocab
 
 MakeEagle3 = Callable[..., Eagle3Head]
 MakeMedusa = Callable[..., MedusaHead]
+MakeHead = Callable[[str], DraftHead]
 QUICK_VOCAB = 12
 
 
@@ -77,7 +79,9 @@ def make_eagle3() -> MakeEagle3:
     ) -> Eagle3Head:
         torch.manual_seed(seed)
         settings = Eagle3Config(capture_layers=tuple(layers) if layers else None, **config)
-        return Eagle3Head.from_target(settings, target, vocab or some_vocab(size)).to(target.dtype)
+        head = Eagle3Head.from_target(settings, target, vocab or some_vocab(size)).placed(target.device, target.dtype)
+        assert isinstance(head, Eagle3Head)
+        return head
 
     return make
 
@@ -228,19 +232,51 @@ def scripted() -> type[Scripted]:
     return Scripted
 
 
-@pytest.fixture
-def make_head(rounded: LowBitTarget, make_eagle3: MakeEagle3, make_medusa: MakeMedusa) -> Callable[[str], DraftHead]:
-    """A random head of each kind, whose weights are bf16 values."""
+def another(head: Eagle3Head, *, own_embedding: Tensor | None = None, **shape: Any) -> Eagle3Head:
+    """A random head like ``head`` with an embedding of its own, or with other fields of its layer."""
+    torch.manual_seed(0)
+    changed = replace(head.shape, **shape)
+    made = Eagle3Head(head.config, changed, head.capture_layers, head.vocab, head.embedding_weight, own_embedding)
+    made.capture_scale.copy_(head.capture_scale)
+    return made
 
-    def of_kind(kind: str) -> DraftHead:
+
+@pytest.fixture
+def make_head_for(make_eagle3: MakeEagle3, make_medusa: MakeMedusa) -> Callable[[str, LowBitTarget], DraftHead]:
+    """A random fp32 head of each kind, whose weights are bf16 values."""
+
+    def of_kind(kind: str, target: LowBitTarget) -> DraftHead:
         head: DraftHead = {
-            "eagle3": lambda: make_eagle3(rounded, size=96, steps=3, step_decay=0.7),
-            "eagle3 full": lambda: make_eagle3(rounded),
-            "eagle3 four layers": lambda: make_eagle3(rounded, size=96, layers=(0, 3, 4, 7)),
-            "medusa": lambda: make_medusa(rounded, heads=3, blocks=2),
-            "medusa own": lambda: make_medusa(rounded, heads=2, own_output=True),
+            "eagle3": lambda: make_eagle3(target, size=96, steps=3, step_decay=0.7),
+            "eagle3 full": lambda: make_eagle3(target),
+            "eagle3 four layers": lambda: make_eagle3(target, size=96, layers=(1, 3, 4, 7)),
+            "eagle3 first layer": lambda: make_eagle3(target, size=96, layers=(0, 4, 7)),
+            "eagle3 norm_before_residual": lambda: make_eagle3(target, size=96, norm_before_residual=True),
+            "eagle3 norm_before_fc": lambda: make_eagle3(target, size=96, norm_before_fc=True),
+            "eagle3 fc_norm": lambda: make_eagle3(target, size=96, fc_norm=True),
+            "eagle3 norm_output": lambda: make_eagle3(target, size=96, norm_output=True),
+            "eagle3 both norms": lambda: make_eagle3(target, size=96, norm_before_fc=True, fc_norm=True),
+            "eagle3 qwen3": lambda: make_eagle3(target, size=96, attention="qwen3"),
+            "eagle3 biases": lambda: another(make_eagle3(target, size=96), attention_bias=True),
+            "eagle3 qwen3 biases": lambda: another(
+                make_eagle3(target, size=96, attention="qwen3"), attention_bias=True
+            ),
+            "eagle3 own embedding": lambda: another(
+                make_eagle3(target, size=96), own_embedding=target.embedding.weight.detach().flip(0).contiguous()
+            ),
+            "eagle3 narrow": lambda: another(
+                make_eagle3(target, size=96),
+                hidden_size=32,
+                target_hidden_size=64,
+                own_embedding=torch.randn(VOCAB, 32, generator=torch.Generator().manual_seed(7))
+                .to(torch.bfloat16)
+                .float(),
+            ),
+            "medusa": lambda: make_medusa(target, heads=3, blocks=2),
+            "medusa own": lambda: make_medusa(target, heads=2, own_output=True),
+            "medusa bias": lambda: make_medusa(target, heads=2, blocks=2, bias=True),
         }[kind]()
-        for name, weight in head.named_parameters():
+        for name, weight in head.float().named_parameters():
             if "norm" in name:
                 torch.nn.init.uniform_(weight, 0.5, 1.5)
             weight.data = weight.data.to(torch.bfloat16).float()
@@ -250,11 +286,17 @@ def make_head(rounded: LowBitTarget, make_eagle3: MakeEagle3, make_medusa: MakeM
 
 
 @pytest.fixture
-def exported(make_head: Callable[[str], DraftHead], rounded: LowBitTarget, tmp_path: Path) -> Callable[[str], Path]:
-    """``exported("eagle3")``: the folder of an export of that kind."""
+def make_head(make_head_for: Callable[[str, LowBitTarget], DraftHead], rounded: LowBitTarget) -> MakeHead:
+    """``make_head("eagle3")``: such a head for the target whose weights are bf16 values."""
+    return lambda kind: make_head_for(kind, rounded)
 
-    def write(kind: str) -> Path:
-        export_head(make_head(kind), rounded, tmp_path / "head", draft_length=2)
+
+@pytest.fixture
+def exported(make_head: MakeHead, rounded: LowBitTarget, tmp_path: Path) -> Callable[..., Path]:
+    """``exported("eagle3", "eagle3-original")``: the folder of an export of that kind, by default in vLLM's layout."""
+
+    def write(kind: str, layout: str | None = None) -> Path:
+        export_head(make_head(kind), rounded, tmp_path / "head", draft_length=2, layout=layout)
         return tmp_path / "head"
 
     return write

@@ -71,7 +71,17 @@ class Drafting:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"size": 96}, {"layers": (0, 7)}, {"layers": (1, 3, 4, 6), "size": 200}], ids=str
+    "settings",
+    [
+        {},
+        {"size": 96},
+        {"layers": (5,)},
+        {"layers": (0, 7)},
+        {"layers": (1, 3, 4, 6), "size": 200},
+        {"fc_norm": True, "norm_output": True},
+        {"norm_before_fc": True, "norm_before_residual": True, "attention": "qwen3", "layers": (1, 6)},
+    ],
+    ids=str,
 )
 def test_drafting_computes_what_training_computes(
     target: LowBitTarget, make_eagle3: MakeEagle3, settings: dict[str, Any]

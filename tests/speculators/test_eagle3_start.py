@@ -1,6 +1,8 @@
 """Starting from data: better than random weights at once, and led by what is supervised alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.nn.functional import cosine_similarity, linear
 from bitdraft.quant.target import LowBitTarget, TargetStates
 from bitdraft.speculators.base import StartBatches
 from bitdraft.speculators.eagle3 import Eagle3Head
+from bitdraft.speculators.eagle3_start import SELF_SCORE
 
 MakeEagle3 = Callable[..., Eagle3Head]
 B, T, PROMPT = 48, 24, 5
@@ -49,12 +52,25 @@ def first_step(head: Eagle3Head, target: LowBitTarget, tokens: Tensor) -> tuple[
         return head.training_outputs(states, tokens, rows)[0], states.last_hidden[:, PROMPT + 1 : T - 1]
 
 
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        {"norm_before_residual": True},
+        {"norm_before_fc": True},
+        {"fc_norm": True},
+        {"norm_output": True},
+        {"attention": "qwen3"},
+        dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"), True),
+    ],
+    ids=lambda switches: " ".join(switches) or "plain",
+)
 def test_a_head_that_starts_from_data_already_resembles_the_target(
-    target: LowBitTarget, make_eagle3: MakeEagle3, tokens: Tensor
+    target: LowBitTarget, make_eagle3: MakeEagle3, tokens: Tensor, switches: dict[str, Any]
 ) -> None:
     likeness, agreement = {}, {}
     for start in ("random", "least-squares"):
-        head = make_eagle3(target, steps=1, start=start)
+        head = make_eagle3(target, steps=1, start=start, **switches)
         started(head, batches(head, target, tokens, 16, supervised()))
         mine, its = first_step(head, target, tokens)
         likeness[start] = float(cosine_similarity(mine, its, dim=-1).mean())
@@ -103,3 +119,41 @@ def test_the_output_head_and_the_final_norm_stay_the_target_s(
     started(head, batches(head, target, tokens, 48, supervised()))
     assert torch.equal(head.lm_head.weight, target.output_head.weight[head.vocab.target_ids])
     assert torch.equal(head.norm.weight, target.final_norm.weight)  # type: ignore[arg-type]
+
+
+def test_a_norm_before_the_sum_keeps_the_size_of_what_was_fitted(
+    target: LowBitTarget, make_eagle3: MakeEagle3, tokens: Tensor
+) -> None:
+    head, mask = make_eagle3(target, norm_before_residual=True), supervised()
+    started(head, batches(head, target, tokens, 16, mask))
+    captured = target.states(tokens, capture=head.capture_layers).captured[:, :-1][mask[:, 1:]]
+    with torch.no_grad():
+        g = head.fuse(captured)
+        normed = head.layer.hidden_norm(g)
+    torch.testing.assert_close(normed.square().mean(), g.square().mean(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("attention", ["llama", "qwen3"])
+def test_a_row_attends_to_itself_and_hardly_to_others(
+    target: LowBitTarget, make_eagle3: MakeEagle3, tokens: Tensor, attention: str
+) -> None:
+    head = make_eagle3(target, attention=attention)
+    started(head, batches(head, target, tokens, 16, supervised()))
+    positions, captured = torch.arange(T).expand(B, -1), target.states(tokens, capture=head.capture_layers).captured
+    with torch.no_grad():
+        u = head.layer.inputs(target.embedding(tokens), head.fuse(captured))
+        q, (k, _) = head.layer.queries(u, positions), head.layer.keys_values(u, positions)
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5  # [B, N, T, T]
+    itself = scores.diagonal(dim1=-2, dim2=-1)
+    assert abs(float(itself.mean()) - SELF_SCORE) < 0.15 * SELF_SCORE
+    assert (scores.sum() - itself.sum()) / (scores.numel() - itself.numel()) < 0.1 * SELF_SCORE
+
+
+def test_biases_start_at_zero(target: LowBitTarget, make_eagle3: MakeEagle3, tokens: Tensor) -> None:
+    plain = make_eagle3(target)
+    shape = replace(plain.shape, attention_bias=True)
+    head = Eagle3Head(plain.config, shape, plain.capture_layers, plain.vocab, target.embedding.weight.detach())
+    weights = started(head, batches(head, target, tokens, 16, supervised()))
+    biases = [weight for name, weight in weights.items() if name.endswith(".bias")]
+    assert len(biases) == 4 and not any(bias.any() for bias in biases)

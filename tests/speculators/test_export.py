@@ -14,7 +14,8 @@ from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.decode import generate
 from bitdraft.speculators.drafting import DraftPlan
 from bitdraft.speculators.eagle3 import Eagle3Head
-from bitdraft.speculators.export import export_head, load_head, recipe_of_head
+from bitdraft.speculators.export import export_head
+from bitdraft.speculators.load import load_head, recipe_of_head
 
 H, V, D, INTERMEDIATE, QUERIES, SHARED = 64, 320, 96, 128, 4 * 16, 2 * 16
 KINDS = ["eagle3", "eagle3 full", "eagle3 four layers", "medusa", "medusa own"]
@@ -150,7 +151,7 @@ def test_eagle3_config_is_what_vllm_reads(exported: Callable[[str], Path], round
     assert config["speculators_model_type"] == "eagle3"
     assert config["dtype"] == "bfloat16"
     assert config["draft_vocab_size"] == D
-    assert config["target_hidden_size"] is None
+    assert config["target_hidden_size"] == H
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
     for switch in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "tie_word_embeddings"):
         assert config[switch] is False, "every switch is written: the engine's default may be another"
@@ -178,14 +179,15 @@ def test_eagle3_config_is_what_vllm_reads(exported: Callable[[str], Path], round
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "rope_parameters": dict(rounded.config.rope_parameters),
+        "num_aux_hidden_states": 3,
+        "layer_types": ["full_attention"],
     }
     assert {key: layer.get(key) for key in expected} == expected
-    assert "num_aux_hidden_states" not in layer
 
 
 def test_another_number_of_captured_layers_is_written_where_vllm_counts(exported: Callable[[str], Path]) -> None:
     config = config_of(exported("eagle3 four layers"))
-    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 3, 4, 7]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4, 7]
     assert config["transformer_layer_config"]["num_aux_hidden_states"] == 4
 
 

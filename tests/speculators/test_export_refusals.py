@@ -14,9 +14,9 @@ from torch import Tensor
 from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.rotation import random_rotation, rotate_residual
 from bitdraft.quant.target import LowBitTarget, load_target
-from bitdraft.speculators import export
 from bitdraft.speculators.base import DraftHead
-from bitdraft.speculators.export import export_head, load_head
+from bitdraft.speculators.export import export_head
+from bitdraft.speculators.load import load_head
 
 H, V = 64, 320
 KINDS = ["eagle3", "eagle3 full", "eagle3 four layers", "medusa", "medusa own"]
@@ -106,8 +106,56 @@ def norm_first(config: dict[str, Any], _weights: dict[str, Tensor]) -> None:
     config["norm_before_fc"] = True
 
 
+def deepen(config: dict[str, Any], _weights: dict[str, Tensor]) -> None:
+    config["transformer_layer_config"]["num_hidden_layers"] = 2
+
+
+def drop_output(_config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    del weights["lm_head.weight"]
+
+
+def shrink(config: dict[str, Any], _weights: dict[str, Tensor]) -> None:
+    config["draft_vocab_size"] = 95
+
+
+def count_wrong(config: dict[str, Any], _weights: dict[str, Tensor]) -> None:
+    config["transformer_layer_config"]["num_aux_hidden_states"] = 4
+
+
+def slide(config: dict[str, Any], _weights: dict[str, Tensor]) -> None:
+    config["transformer_layer_config"]["layer_types"] = ["sliding_attention"]
+
+
+def bias_mlp(config: dict[str, Any], _weights: dict[str, Tensor]) -> None:
+    config["transformer_layer_config"]["mlp_bias"] = True
+
+
+def rotate_half(config: dict[str, Any], _weights: dict[str, Tensor]) -> None:
+    config["transformer_layer_config"]["rope_parameters"]["partial_rotary_factor"] = 0.5
+
+
+def odd_width(config: dict[str, Any], _weights: dict[str, Tensor]) -> None:
+    config["transformer_layer_config"]["num_attention_heads"] = 3
+
+
+def other_layer(config: dict[str, Any], _weights: dict[str, Tensor]) -> None:
+    config["transformer_layer_config"]["model_type"] = "gemma3"
+
+
+def other_activation(config: dict[str, Any], _weights: dict[str, Tensor]) -> None:
+    config["transformer_layer_config"]["hidden_act"] = "gelu"
+
+
 def forget_layer(config: dict[str, Any], _weights: dict[str, Tensor]) -> None:
     del config["transformer_layer_config"]
+
+
+def forget_kind(config: dict[str, Any], _weights: dict[str, Tensor]) -> None:
+    config["transformer_layer_config"] = ["llama"]
+
+
+def one_layer(config: dict[str, Any], _weights: dict[str, Tensor]) -> None:
+    config["eagle_aux_hidden_state_layer_ids"] = 4
 
 
 def other_format(config: dict[str, Any], _weights: dict[str, Tensor]) -> None:
@@ -117,13 +165,25 @@ def other_format(config: dict[str, Any], _weights: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (drop_map, "vocabulary is reduced but the map d2t is missing"),
+        (drop_map, r"vocabulary is reduced \(96 of 320 tokens\) but the map d2t is missing"),
         (contradict_map, "d2t and t2d do not describe the same tokens"),
         (disorder_map, "must ascend"),
         (drop_weight, r"norm\.weight"),
         (reshape_weight, r"fc\.weight"),
         (add_weight, "mystery"),
-        (norm_first, "norm_before_fc, which this version cannot compute"),
+        (norm_first, r"input_norm\.weight"),
+        (deepen, "num_hidden_layers to 2: only drafts of one layer"),
+        (drop_output, r"lm_head\.weight is missing"),
+        (shrink, r"map d2t is torch\.int64 \[96\], but 95"),
+        (count_wrong, "num_aux_hidden_states to 4 but names 3 layers"),
+        (slide, "sliding_attention"),
+        (bias_mlp, "mlp_bias to True"),
+        (rotate_half, "partial_rotary_factor"),
+        (odd_width, "not a multiple of the number of attention heads"),
+        (other_layer, "model_type to 'gemma3'"),
+        (other_activation, "hidden_act"),
+        (forget_kind, "field of another type"),
+        (one_layer, "field of another type"),
         (forget_layer, "lacks the key 'transformer_layer_config'"),
         (other_format, "not of a known head format"),
     ],
@@ -174,27 +234,6 @@ def test_a_head_that_is_not_finite_is_not_exported(make_head: Make, rounded: Low
     with pytest.raises(ValueError, match=r"not exported: \S+ holds NaN or infinity"):
         export_head(head, rounded, tmp_path / "head", draft_length=2)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_failed_export_leaves_the_earlier_one(
-    exported: Callable[[str], Path],
-    make_head: Make,
-    rounded: LowBitTarget,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    path = exported("eagle3")
-    before = {p.name: p.read_bytes() for p in path.iterdir()}
-
-    def full_disk(_weights: object, file: Path, **_options: object) -> None:
-        Path(file).write_bytes(b"half")
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(export, "save_file", full_disk)
-    with pytest.raises(OSError, match="no space left"):
-        export_head(make_head("medusa"), rounded, path, draft_length=2)
-    assert {p.name: p.read_bytes() for p in path.iterdir()} == before
-    assert [p.name for p in tmp_path.iterdir()] == ["head"]
 
 
 def test_a_second_export_replaces_the_first_as_a_whole(

@@ -48,11 +48,13 @@ def drafts_after(head: MedusaHead, last_hidden: Tensor, newest: Tensor, k: int) 
 
 
 @own_or_shared
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_a_fresh_head_is_the_target_s_own_distribution(
-    target: LowBitTarget, make_medusa: MakeMedusa, own_output: bool, blocks: int
+    target: LowBitTarget, own_output: bool, blocks: int, bias: bool
 ) -> None:
-    head = make_medusa(target, scale=0, heads=3, blocks=blocks, own_output=own_output)
+    config = MedusaConfig(heads=3, blocks=blocks, own_output=own_output, bias=bias)
+    head = MedusaHead.from_target(config, target, DraftVocab.full(target.vocab_size))
     tokens = random_tokens(2, 9)
     states = target.states(tokens)
     rows = torch.tensor([[1, 4, 8], [0, 2, 3]])
@@ -68,10 +70,11 @@ def test_a_fresh_head_is_the_target_s_own_distribution(
 
 
 @own_or_shared
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 def test_drafting_computes_what_training_computes(
-    target: LowBitTarget, make_medusa: MakeMedusa, own_output: bool
+    target: LowBitTarget, make_medusa: MakeMedusa, own_output: bool, bias: bool
 ) -> None:
-    head = make_medusa(target, heads=4, blocks=2, own_output=own_output)
+    head = make_medusa(target, heads=4, blocks=2, own_output=own_output, bias=bias)
     if own_output:
         for own in head.lm_heads.parameters():
             torch.nn.init.normal_(own)
@@ -100,6 +103,28 @@ def test_every_node_of_a_depth_has_its_head_s_logits(target: LowBitTarget, make_
     assert [level.shape for level in levels] == [(2, 3, target.vocab_size), (2, 1, target.vocab_size)]
     for level, logits in zip(levels, expected[1:], strict=True):
         torch.testing.assert_close(level, logits[:, None].expand_as(level), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_outputs_are_the_formula_s_and_every_weight_learns(
+    target: LowBitTarget, make_medusa: MakeMedusa, bias: bool
+) -> None:
+    """``h ← h + SiLU(W h + b)``, block after block, row by row."""
+    head, row = make_medusa(target, heads=2, blocks=2, bias=bias), 3
+    names = {f"blocks.{k}.layers.{i}.{leaf}" for k in range(2) for i in range(2) for leaf in ("weight", "bias")}
+    assert set(head.state_dict()) == {name for name in names if bias or name.endswith("weight")}
+    tokens = random_tokens(1, 6)
+    states, weights = target.states(tokens), {name: p.detach() for name, p in head.named_parameters()}
+    outputs = head.training_outputs(states, tokens, torch.tensor([[row]]))
+    for k in range(2):
+        h = states.last_hidden[0, row]
+        for i in range(2):
+            y = weights[f"blocks.{k}.layers.{i}.weight"] @ h
+            y = y + weights[f"blocks.{k}.layers.{i}.bias"] if bias else y
+            h = h + y / (1 + (-y).exp())
+        torch.testing.assert_close(outputs[k, 0, 0], h, rtol=1e-5, atol=1e-5)
+    outputs.square().sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in head.parameters())
 
 
 @own_or_shared

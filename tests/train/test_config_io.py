@@ -43,9 +43,19 @@ UNUSUAL = RunConfig(
     calibration=CalibrationConfig(data=(Path("text.jsonl"),), tokens=4096),
     answers=AnswersConfig(source="file", quant="none", max_new_tokens=7, batch_size=3),
     eagle3=Eagle3Config(
-        steps=2, step_decay=0.95, draft_vocab_size=1000, capture_layers=(1, 5), train_output=True, start="random"
+        steps=2,
+        step_decay=0.95,
+        draft_vocab_size=1000,
+        capture_layers=(1, 5),
+        train_output=True,
+        start="random",
+        attention="qwen3",
+        norm_before_residual=True,
+        norm_before_fc=True,
+        fc_norm=True,
+        norm_output=True,
     ),
-    medusa=MedusaConfig(heads=4, blocks=2, own_output=True),
+    medusa=MedusaConfig(heads=4, blocks=2, own_output=True, bias=True),
     optim=OptimConfig(steps=9, batch_tokens=2, lr=1e-5, warmup=0.25, weight_decay=0.1, betas=(0.8, 0.999), clip=2.0),
     checkpoint=CheckpointConfig(every=3, keep=4),
     acceptance=AcceptanceConfig(

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from bitdraft.quant.profiles import load_recipe_for
-from bitdraft.speculators.export import recipe_of_head
+from bitdraft.speculators.load import recipe_of_head
 from bitdraft.train.config import RunConfig
 from bitdraft.train.config_io import to_plain
 from bitdraft.train.environment import Environment

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from bitdraft.data.regenerate import greedy_answers
 from bitdraft.quant.target import LowBitTarget
 from bitdraft.speculators.eagle3 import Eagle3Config
-from bitdraft.speculators.export import load_head, recipe_of_head
+from bitdraft.speculators.load import load_head, recipe_of_head
 from bitdraft.train.checkpoint import checkpoints
 from bitdraft.train.config import AcceptanceConfig, AnswersConfig, CheckpointConfig, OptimConfig, RunConfig
 from bitdraft.train.config_io import from_plain

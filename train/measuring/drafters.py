@@ -8,7 +8,7 @@ from bitdraft.quant.files import sha256_of
 from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import LowBitTarget
 from bitdraft.speculators.base import Drafter
-from bitdraft.speculators.export import load_head, recipe_of_head
+from bitdraft.speculators.load import load_head, recipe_of_head
 from bitdraft.speculators.model_drafter import ModelDrafter
 from bitdraft.speculators.ngram import NgramDrafter
 from bitdraft.speculators.self_drafter import SelfDrafter

@@ -1,0 +1,119 @@
+"""Medusa in the layout of its authors (FasterDecoding/Medusa): a list of sequences, ``{head}.{place}.…``.
+
+``{head}.{block}.linear.weight`` and ``.bias`` per residual block and ``{head}.{blocks}.weight`` for the output. Every
+block has a bias (its linear layer has one), zero where ours has none, and every head an output, the same one written
+again where ours share it: text-generation-inference asks for all of them.
+
+The file has the name that it asks for, ``medusa_lm_head.safetensors``. vLLM takes any safetensors file of the folder,
+reads these names too and, told ``original_lm_head``, keeps a shared output once; so one folder serves both. The
+authors' own loader reads only pickles (``medusa_lm_head.pt``), which are not written here.
+"""
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitdraft.quant.target import LowBitTarget
+from bitdraft.speculators.base import DraftHead
+from bitdraft.speculators.formats import medusa
+from bitdraft.speculators.formats.facts import WRITTEN, TargetFacts
+from bitdraft.speculators.medusa import MedusaConfig, MedusaHead
+
+NAME = "medusa-original"
+KIND = "medusa"
+ENGINES = ("vLLM", "text-generation-inference")
+WEIGHTS = "medusa_lm_head.safetensors"
+_NAME = re.compile(r"(?:medusa_heads\.)?(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")
+
+
+def is_this_format(config: dict[str, Any], names: set[str]) -> bool:
+    del config  # published ones say no model_type
+    return any(_NAME.fullmatch(name) for name in names)
+
+
+def check(head: MedusaHead) -> None:
+    """Holds whatever Medusa heads can be."""
+    del head
+
+
+def tensors(head: MedusaHead) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint, in bf16."""
+    out: dict[str, Tensor] = {}
+    for name, weight in head.state_dict().items():
+        group, i, *rest = name.split(".")
+        if group == "blocks":
+            out[f"{i}.{rest[1]}.linear.{rest[2]}"] = weight.detach().to(WRITTEN)
+        else:
+            out[f"{i}.{head.config.blocks}.weight"] = weight.detach().to(WRITTEN)
+    for place in range(head.config.heads):
+        if not head.config.bias:
+            for block in range(head.config.blocks):
+                out[f"{place}.{block}.linear.bias"] = torch.zeros(head.target_hidden_size, dtype=WRITTEN)
+        if not head.config.own_output:  # safetensors stores no tensor under two names
+            out[f"{place}.{head.config.blocks}.weight"] = medusa.shared_output(head).clone()
+    return out
+
+
+def shapes(head: MedusaHead) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of all tensors."""
+    blocks = medusa.block_shapes(head, bias=True)
+    outputs = [f"{i}.{head.config.blocks}.weight" for i in range(head.config.heads)]
+    return {
+        **{f"{i}.{j}.linear.{leaf}": shape for (i, j, leaf), shape in blocks.items()},
+        **dict.fromkeys(outputs, (head.vocab.target_size, head.target_hidden_size)),
+    }
+
+
+def config(head: MedusaHead, target: TargetFacts, draft_length: int) -> dict[str, Any]:
+    """``config.json`` of the checkpoint."""
+    del draft_length  # all heads draft unless the engine is told otherwise
+    return {
+        **medusa.settings(head, target),
+        "medusa_num_heads": head.config.heads,
+        "medusa_num_layers": head.config.blocks,
+        "medusa_fc_bias": True,
+        "bitdraft_head": {"own_output": head.config.own_output, "bias": head.config.bias},
+    }
+
+
+def load(config: dict[str, Any], weights: dict[str, Tensor], target: LowBitTarget) -> DraftHead:
+    """The heads of a checkpoint, with or without ``medusa_heads.`` before every name.
+
+    As many heads as the file holds, which published configurations do not always say. Heads without any output share
+    the target's. Raises ``ValueError`` for fewer heads than config.json claims, and for settings or tensors that they
+    cannot represent.
+    """
+    blocks = config["medusa_num_layers"]
+    ours = config.get("bitdraft_head") or {}
+    own, count = _own_names(weights, blocks)
+    if count < config.get("medusa_num_heads", count):
+        raise ValueError(f"config.json sets medusa_num_heads to {config['medusa_num_heads']} but {count} are stored")
+    outputs = [name for name in own if name.startswith("lm_heads.")]
+    shared = not outputs or ours.get("own_output") is False
+    if shared and outputs:
+        stored = [own.pop(name) for name in outputs]
+        if not all(torch.equal(stored[0], other) for other in stored[1:]):
+            raise ValueError("config.json says that the heads share their output, but their stored outputs differ")
+        own["lm_head.weight"] = stored[0]
+    bias = ours.get("bias", True)
+    if not bias:
+        biases = [own.pop(name) for name in list(own) if name.startswith("blocks.") and name.endswith(".bias")]
+        if any(bool(b.any()) for b in biases):
+            raise ValueError("config.json says that the blocks have no bias, but a stored bias is not zero")
+    return medusa.build(MedusaConfig(heads=count, blocks=blocks, own_output=not shared, bias=bias), config, own, target)
+
+
+def _own_names(weights: dict[str, Tensor], blocks: int) -> tuple[dict[str, Tensor], int]:
+    """The tensors under the heads' own names, and how many heads there are; ``ValueError`` for any other name."""
+    own: dict[str, Tensor] = {}
+    count = 0
+    for name, tensor in weights.items():
+        found = _NAME.fullmatch(name)
+        if found is None:
+            raise ValueError(f"tensor {name} is none of a Medusa head's")
+        i, place, leaf = int(found[1]), int(found[2]), found[3]
+        count = max(count, i + 1)
+        own[f"blocks.{i}.layers.{place}.{leaf}" if place < blocks else f"lm_heads.{i}.{leaf}"] = tensor
+    return own, count

@@ -1,0 +1,118 @@
+"""No head leaves untried: what was written is read back, compared with the head, and made to draft.
+
+Engines load a head with missing scales, shifted maps or another target's captured layers without a word, and then
+accept nothing. So the files themselves are asked: their logits must be the head's bit for bit, and the drafts that
+they make must be accepted.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitdraft.data.chat import prompt_ids
+from bitdraft.quant.files import folder_written_atomically
+from bitdraft.quant.target import LowBitTarget
+from bitdraft.speculators.base import DraftContext, DraftHead
+from bitdraft.speculators.drafting import DraftPlan
+from bitdraft.speculators.export import write_head, write_manifest
+from bitdraft.speculators.load import load_head
+from bitdraft.train.environment import RunFailed
+from bitdraft.train.measuring.acceptance import FEW_PASSES, Decoding, Measured, measure
+from bitdraft.train.measuring.prompt_sets import PromptSet
+
+CHECKED_PROMPTS = 8
+"""Prompts that a run's export is tried on."""
+FEWEST_ACCEPTED = 1 / 500
+"""Share of first drafts below which a head is taken for broken. An untrained head has more accepted; heads with faults
+that vLLM does not notice (no map, no output head) had less than one in 3,000."""
+_COMPARED = 2  # prompts whose drafting logits are compared
+
+
+def export_checked(
+    head: DraftHead,
+    target: LowBitTarget,
+    path: Path,
+    tokenizer: Any,
+    prompts: PromptSet,
+    how: Decoding,
+    *,
+    draft_length: int,
+    facts: Mapping[str, Any],
+) -> None:
+    """Write a trained head to ``path``, whole and tried on some of ``prompts``, or not at all.
+
+    ``head`` keeps the rounded weights of the files. ``facts``: what the files say of the training. Raises as
+    ``write_head`` and ``check_written`` do.
+    """
+    as_written(head, target)
+    with folder_written_atomically(path) as fresh:
+        write_head(head, target, fresh, draft_length=draft_length, facts=facts)
+        plan = DraftPlan(length=draft_length)
+        check_written(head, target, fresh, tokenizer, prompts.first(CHECKED_PROMPTS), plan, how)
+        write_manifest(fresh)
+
+
+def as_written(head: DraftHead, target: LowBitTarget) -> DraftHead:
+    """The head with its weights rounded as files hold them, in place, as it drafts for ``target``."""
+    for dtype in (torch.bfloat16, target.dtype):
+        head.placed(target.device, dtype)
+    return head.eval().requires_grad_(False)
+
+
+def check_written(
+    head: DraftHead,
+    target: LowBitTarget,
+    folder: Path,
+    tokenizer: Any,
+    prompts: PromptSet,
+    plan: DraftPlan,
+    how: Decoding,
+) -> Measured:
+    """Measure the head that lies in ``folder`` on a few prompts, after comparing its logits with those of ``head``.
+
+    ``head``: what was exported, as ``as_written`` leaves it. Raises ``RunFailed`` where the files draft otherwise than
+    the head, or where next to none of their drafts are accepted in at least ``FEW_PASSES`` passes.
+    """
+    loaded = load_head(folder, target)
+    if not torch.equal(head.vocab.target_ids, loaded.vocab.target_ids):
+        raise RunFailed("the written files hold another draft vocabulary than the head: nothing was exported")
+    for conversation in prompts.conversations[:_COMPARED]:
+        tokens = prompt_ids(tokenizer, conversation.messages[:1])
+        mine, its = (_drafting_logits(h, target, tokens, plan.length) for h in (head, loaded))
+        if not torch.equal(mine, its):
+            raise RunFailed(
+                "the written files do not draft what the head drafts (largest difference of logits "
+                f"{float((mine.float() - its.float()).abs().max()):.3g}): nothing was exported"
+            )
+    (measured,) = measure(target, loaded, tokenizer, prompts, [plan], how, check=0)
+    counts = measured.total
+    if counts.passes >= FEW_PASSES and counts.per_position[0] < FEWEST_ACCEPTED:
+        raise RunFailed(
+            f"the target accepts {counts.accepted_at[0]:,} of {counts.passes:,} first drafts on {prompts.name}: this "
+            "head does not belong to this target, or its maps or captured layers are wrong; nothing was exported"
+        )
+    return measured
+
+
+@torch.no_grad()
+def _drafting_logits(head: DraftHead, target: LowBitTarget, prompt: list[int], length: int) -> Tensor:
+    """Logits ``[K, D]`` of a greedy chain of ``length`` drafts behind ``prompt``."""
+    tokens = torch.tensor([prompt], device=target.device)
+    slots = len(prompt) + length + 1
+    cache = target.new_cache(slots)
+    lengths = torch.tensor([len(prompt)], device=target.device)
+    states = target.prefill(tokens, lengths, cache=cache, capture=head.capture_layers)
+    newest = target.logits(states.last_hidden[:, -1]).argmax(-1)  # [1]
+    following = torch.cat([tokens[:, 1:], newest[:, None]], dim=1)
+    context = DraftContext(
+        states.captured, states.last_hidden, following, lengths * 0, lengths - 1, first_tokens=tokens[:, 0]
+    )
+    state = head.new_state(slots, cache)
+    logits = [head.first(context, state)]  # [1, D] each
+    while len(logits) < length:
+        draft = head.to_target_ids(logits[-1].argmax(-1))[:, None]
+        logits.append(head.following(state, draft, torch.zeros_like(draft))[:, 0])
+    return torch.cat(logits)

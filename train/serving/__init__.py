@@ -1,0 +1,1 @@
+"""A real engine beside the simulation: start it, ask it, read its counters, compare."""
