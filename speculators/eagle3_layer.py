@@ -71,8 +71,10 @@ class LayerShape:
         )
 
     def llama_config(self) -> LlamaConfig:
+        """What the rotation reads of a configuration, which is the head size: transformers refuses a hidden size that
+        is no multiple of the heads, as some targets have it, so it is told one that is."""
         own = {name: value for name, value in asdict(self).items() if name not in ("qk_norm", "target_hidden_size")}
-        return LlamaConfig(**own, num_hidden_layers=1)
+        return LlamaConfig(**{**own, "hidden_size": self.head_dim * self.num_attention_heads}, num_hidden_layers=1)
 
 
 class Norm(nn.RMSNorm):

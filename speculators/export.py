@@ -12,10 +12,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
+from bitdraft.quant.checkpoints.tensors import save_tensors
 from bitdraft.quant.files import folder_written_atomically, sha256_of
 from bitdraft.quant.target import LowBitTarget
 from bitdraft.speculators.base import DraftHead
@@ -27,13 +26,15 @@ LAYOUTS: dict[str, ModuleType] = {
     layout.NAME: layout for layout in (eagle3_speculators, eagle3_original, medusa_vllm, medusa_original)
 }
 """The layouts that engines load, by name. Each has ``NAME``, ``KIND``, ``ENGINES``, ``WEIGHTS`` (its file) and the
-functions ``is_this_format``, ``check``, ``tensors``, ``shapes``, ``config`` and ``load``."""
+functions ``is_this_format``, ``check``, ``engines`` (those of ``ENGINES`` that compute a given head), ``tensors``,
+``shapes``, ``config`` and ``load``."""
 
 DEFAULT_LAYOUT = {"eagle3": eagle3_speculators.NAME, "medusa": medusa_vllm.NAME}
 """By kind of head: what vLLM reads."""
 
 MANIFEST = "manifest.json"
 _PART = 1 << 20  # elements looked at at once
+_E8M0_NAN = 255
 
 
 def export_head(
@@ -93,10 +94,7 @@ def write_head_for(
         "tokenizer": target.tokenizer,
         "format": chosen.NAME,
     }
-    try:
-        save_file(weights, folder / chosen.WEIGHTS, metadata={"format": "pt"})
-    except SafetensorError as error:  # a full disk, among others
-        raise OSError(f"the head could not be written to {folder / chosen.WEIGHTS}: {error}") from error
+    save_tensors(weights, folder / chosen.WEIGHTS)
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
 
@@ -129,6 +127,8 @@ def _check_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int
     for name, tensor in weights.items():
         if tensor.is_floating_point() and not _finite(tensor):
             raise ValueError(f"not exported: {name} holds NaN or infinity")
+        if name.endswith(".weight_scale") and tensor.dtype == torch.uint8 and bool((tensor == _E8M0_NAN).any()):
+            raise ValueError(f"not exported: {name} holds NaN")
     try:
         check_maps(weights, len(head.vocab), head.vocab.target_size)
     except ValueError as error:

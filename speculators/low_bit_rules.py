@@ -1,4 +1,4 @@
-"""What engines ask of a draft head in low bit: vLLM 0.32 as read and as run on a CPU, SGLang as read in older sources.
+"""What engines ask of a draft head in low bit: vLLM 0.32 as read and as run on a CPU, SGLang 0.5.23 as read.
 
 * The ``quantization_config`` at the top of a draft's config.json is the draft's own, in vLLM also where the rest comes
   from ``transformer_layer_config``. A quantized target's is not used for the draft.
@@ -7,6 +7,8 @@
   names layers by their last part, fused and not, in regular expressions, or by the class ``Linear``.
 * ``fc`` is a plain linear layer in SGLang, and the output head is one that vLLM may share with the target: both stay
   in 16 bit. Medusa's layers are plain in vLLM, which would read codes as if they were weights.
+* SGLang has linear layers for FP8 (per tensor, channel or block) and NVFP4 with and without activations
+  (``compressed_tensors.py``, ``_get_scheme_from_parts``), none for MXFP4.
 * vLLM does not notice a scale that is missing, nor that fused layers have two of which it keeps one: both are refused.
 """
 

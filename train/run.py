@@ -288,7 +288,7 @@ def _export_and_measure(
     prompts = PromptSet(name, tuple(heldout[: measured.prompts]))
     how = Decoding(max_new_tokens=measured.max_new_tokens, batch_size=measured.batch_size)
     longest = max(measured.draft_lengths, default=min(3, head.longest_draft or 3))
-    export_checked(head, target, out.export, tokenizer, prompts, how, draft_length=longest, facts=facts)
+    export_checked(head, target, out.export, tokenizer, prompts, draft_length=longest, facts=facts)
     if not measured.draft_lengths:
         return
     plans = [DraftPlan(length=length) for length in measured.draft_lengths]

@@ -1,11 +1,14 @@
-"""The tensors of a model folder, read by name, one at a time, whichever of its safetensors files holds them."""
+"""The tensors of a model folder, read by name, one at a time, whichever of its safetensors files holds them; and how
+such a file is written."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -20,6 +23,14 @@ def model_folder(target: str) -> Path:
         return Path(snapshot_download(target, allow_patterns=_FETCHED))
     except (OSError, ValueError) as error:
         raise ValueError(f"target {target!r} could not be fetched: {str(error).strip().splitlines()[0]}") from error
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file. ``OSError`` where it cannot be written, as on a full disk."""
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:  # not an OSError, whatever the system said
+        raise OSError(f"{path} could not be written: {error}") from error
 
 
 class TensorFiles:

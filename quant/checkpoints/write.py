@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bitdraft.quant.apply import Applied, apply_recipe
@@ -23,7 +22,7 @@ from bitdraft.quant.block import Quantized, spread
 from bitdraft.quant.checkpoints.bake import Exactness, baked_config, check_can_bake, low_bit_layer
 from bitdraft.quant.checkpoints.declare import check_has_layout, quantization_config
 from bitdraft.quant.checkpoints.read import method_of, quantization_of
-from bitdraft.quant.checkpoints.tensors import TensorFiles, model_folder
+from bitdraft.quant.checkpoints.tensors import TensorFiles, model_folder, save_tensors
 from bitdraft.quant.codes import Encoded, e8m0_bytes
 from bitdraft.quant.experts import RoutedExperts, StoredExpert, expert_projections, experts_around, stored_expert
 from bitdraft.quant.files import folder_written_atomically
@@ -238,7 +237,7 @@ class _Shards:
         self._total += size
 
     def _flush(self) -> None:
-        save_file(self._waiting, self._folder / f"part-{len(self._written)}", metadata={"format": "pt"})
+        save_tensors(self._waiting, self._folder / f"part-{len(self._written)}")
         self._written.append(list(self._waiting))
         self._waiting, self._bytes = {}, 0
 

@@ -12,6 +12,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bitdraft.quant.profiles import profile_named
 from bitdraft.quant.target import LowBitTarget
@@ -25,6 +26,8 @@ SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _OURS = ("steps", "step_decay")  # settings of training that no engine reads
 _ROTATION = ("rope_parameters", "rope_theta", "rope_scaling")
 _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads")
+_COUNTS = (*_NEEDED, "num_key_value_heads", "head_dim")
+_ROTATED_PART = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")  # vLLM takes each for the first
 
 
 def plain_tensors(head: Eagle3Head) -> dict[str, Tensor]:
@@ -35,7 +38,8 @@ def plain_tensors(head: Eagle3Head) -> dict[str, Tensor]:
         for name, weight in head.named_parameters()
         if name not in low_bit and name not in ("fc.weight", "embed_tokens.weight")
     }
-    out["fc.weight"] = head.folded_fc.to(WRITTEN)
+    if "fc.weight" not in low_bit:
+        out["fc.weight"] = head.folded_fc.to(WRITTEN)
     return {**out, **low_bit_tensors(head), **map_tensors(head.vocab)}
 
 
@@ -102,9 +106,11 @@ def our_settings(head: Eagle3Head) -> dict[str, Any]:
 
 
 def read_shape(layer: Mapping[str, Any], target_hidden_size: int | None) -> LayerShape:
-    """The draft layer that ``layer`` describes; what it leaves out is transformers' default, which engines take too.
+    """The draft layer that ``layer`` describes.
 
-    Raises ``ValueError`` naming the field that cannot be computed, ``KeyError`` for one that has no default.
+    A head size that is left out is ``hidden_size // num_attention_heads``, as in vLLM and SGLang; everything else is
+    transformers' default for the kind of layer, as in engines that read ``layer`` with its class. Raises ``ValueError``
+    naming the field that cannot be computed, ``KeyError`` for one that has no default.
     """
     kind = layer.get("model_type") or "llama"
     if kind not in ("llama", "qwen3"):
@@ -113,6 +119,9 @@ def read_shape(layer: Mapping[str, Any], target_hidden_size: int | None) -> Laye
     known = {name: layer[name] for name in _NEEDED}
     optional = ({f.name for f in fields(LayerShape)} | set(_ROTATION)) - {"qk_norm", "target_hidden_size"}
     known |= {name: layer[name] for name in sorted(optional) if layer.get(name) is not None}
+    heads = known["num_attention_heads"]
+    known.setdefault("head_dim", known["hidden_size"] // heads)
+    known["hidden_size"] = known["head_dim"] * heads  # transformers asks for a multiple, engines do not
     try:
         full: Any = AutoConfig.for_model(kind, **known)
     except StrictDataclassError as error:
@@ -120,8 +129,10 @@ def read_shape(layer: Mapping[str, Any], target_hidden_size: int | None) -> Laye
     rotation = dict(full.rope_parameters)
     if rotation.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("config.json sets partial_rotary_factor, and draft layers rotate whole heads here")
+    if (kind_of := rotation.get("rope_type", "default")) not in ("default", *ROPE_INIT_FUNCTIONS):
+        raise ValueError(f"config.json sets rope_type to {kind_of!r}, which is not known here")
     return LayerShape(
-        hidden_size=full.hidden_size,
+        hidden_size=layer["hidden_size"],
         intermediate_size=full.intermediate_size,
         num_attention_heads=full.num_attention_heads,
         num_key_value_heads=full.num_key_value_heads,
@@ -132,7 +143,7 @@ def read_shape(layer: Mapping[str, Any], target_hidden_size: int | None) -> Laye
         attention_bias=full.attention_bias,
         qk_norm=kind == "qwen3",
         hidden_act=full.hidden_act,
-        target_hidden_size=target_hidden_size or full.hidden_size,
+        target_hidden_size=target_hidden_size or layer["hidden_size"],
     )
 
 
@@ -143,7 +154,11 @@ def _check_layer(layer: Mapping[str, Any]) -> None:
             f"config.json sets num_hidden_layers to {layer['num_hidden_layers']}: only drafts of one layer are known "
             "(engines do not agree on more)"
         )
-    for name, neutral in (("mlp_bias", False), ("bias", False), ("logit_scale", 1.0)):
+    for name in _COUNTS:
+        if layer.get(name) is not None and layer[name] < 1:
+            raise ValueError(f"config.json sets {name} to {layer[name]}: it must be at least 1")
+    neutrals = {"mlp_bias": False, "bias": False, "logit_scale": 1.0, **dict.fromkeys(_ROTATED_PART, 1.0)}
+    for name, neutral in neutrals.items():
         if layer.get(name) not in (None, neutral):
             raise ValueError(f"config.json sets {name} to {layer[name]}, which cannot be computed here")
     if "sliding_attention" in (layer.get("layer_types") or ()):

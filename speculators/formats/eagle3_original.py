@@ -8,8 +8,10 @@ vLLM 0.32 (``llama_eagle3.py``) and TensorRT-LLM (``_torch/models/modeling_specu
   each (it names the layer whose *output* is taken), so the same layers stand there as ``id - 1``. TensorRT-LLM reads
   neither: its option ``eagle3_layers_to_capture`` wants ``id - 1`` too.
 * Rotation: ``rope_parameters`` for those that are on transformers 5, ``rope_theta`` and ``rope_scaling`` for the rest.
-* ``norm_before_fc``: vLLM and TensorRT-LLM look into ``eagle_config``, SGLang at the top. TensorRT-LLM has a word of
-  its own for ``norm_output``, too.
+* ``norm_before_fc``: vLLM and SGLang look into ``eagle_config`` and then at the top, TensorRT-LLM into ``eagle_config``
+  alone. It has a word of its own for ``norm_output``, too.
+* Low bit: TensorRT-LLM fails on configurations without activations (``nvfp4a16``), and some versions quantize ``fc``
+  as well. Such heads are for the other two.
 """
 
 from typing import Any
@@ -21,6 +23,7 @@ from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.eagle3 import Eagle3Head
 from bitdraft.speculators.formats import eagle3
 from bitdraft.speculators.formats.facts import DTYPE, TargetFacts
+from bitdraft.speculators.formats.names import renamed
 from bitdraft.speculators.low_bit import head_quantization_config, low_bit_layers
 
 NAME = "eagle3-original"
@@ -28,6 +31,8 @@ KIND = "eagle3"
 ENGINES = ("SGLang", "vLLM", "TensorRT-LLM")
 WEIGHTS = "model.safetensors"
 _OTHER = "use the format eagle3-speculators (vLLM)"
+_OLD_NAMES = {f"aux_norm_{place}.": f"fc_norm.{i}." for i, place in enumerate(("low", "mid", "high"))}  # SGLang's
+_QWEN3_HEAD_DIM = 128  # transformers' default, which does not go by the hidden size
 
 
 def is_this_format(config: dict[str, Any], names: set[str]) -> bool:
@@ -35,11 +40,19 @@ def is_this_format(config: dict[str, Any], names: set[str]) -> bool:
     return "speculators_model_type" not in config and layer and "fc.weight" in names
 
 
+def engines(head: Eagle3Head) -> tuple[str, ...]:
+    """Those of ``ENGINES`` that compute ``head``, which ``check`` lets through."""
+    return tuple(name for name in ENGINES if name != "TensorRT-LLM" or not low_bit_layers(head))
+
+
 def check(head: Eagle3Head) -> None:
     """``ValueError`` for a head that one of the engines would compute otherwise, without a word."""
     for holds, what in (
         (head.config.norm_before_residual, "norm_before_residual, which SGLang and TensorRT-LLM do not compute"),
-        (head.shape.qk_norm, "norms of queries and keys (attention qwen3), which no engine reads in this layout"),
+        (
+            head.shape.qk_norm,
+            "norms of queries and keys (attention qwen3), which SGLang and TensorRT-LLM do not read in this layout",
+        ),
         (head.shape.attention_bias, "attention biases, which SGLang leaves out"),
         (
             head.config.norm_before_fc and head.config.fc_norm,
@@ -54,6 +67,16 @@ def check(head: Eagle3Head) -> None:
             "weights in MXFP4, for which SGLang has no dense kernel",
         ),
         (
+            head.shape.hidden_size % head.shape.num_attention_heads != 0,
+            "a hidden size that is no multiple of its attention heads, for which transformers makes no Llama "
+            "configuration",
+        ),
+        ("fc" in low_bit_layers(head), "fc in low bit, which SGLang reads as a plain layer"),
+        (
+            len(head.capture_layers) < 2,
+            "one captured layer, behind which SGLang and TensorRT-LLM skip fc: it is as wide as what they draft from",
+        ),
+        (
             0 in head.capture_layers,
             "the input of layer 0 among the captured layers, which SGLang and TensorRT-LLM cannot capture (they name "
             "the layer before)",
@@ -66,6 +89,13 @@ def check(head: Eagle3Head) -> None:
 def _outside(name: str) -> str:
     """From the head's own name of a tensor or layer to the layout's."""
     return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
+
+
+def _own(name: str) -> str:
+    """From the layout's name of a tensor, in any spelling, to the head's own."""
+    if name.startswith("midlayer."):
+        return f"layers.0.{name.removeprefix('midlayer.')}"
+    return next((new + name.removeprefix(old) for old, new in _OLD_NAMES.items() if name.startswith(old)), name)
 
 
 def tensors(head: Eagle3Head) -> dict[str, Tensor]:
@@ -110,7 +140,7 @@ def config(head: Eagle3Head, target: TargetFacts, draft_length: int) -> dict[str
 
 
 def load(config: dict[str, Any], weights: dict[str, Tensor], target: LowBitTarget) -> DraftHead:
-    """The head of a checkpoint, with ``midlayer.*`` or ``layers.0.*``.
+    """The head of a checkpoint, with ``midlayer.*`` or ``layers.0.*``, of Llama's layer or, as vLLM has it, Qwen3's.
 
     Where only ``eagle_config`` names captured layers they are SGLang's, whose authors write it. Raises ``ValueError``
     for settings or tensors that it cannot represent.
@@ -119,15 +149,32 @@ def load(config: dict[str, Any], weights: dict[str, Tensor], target: LowBitTarge
     for name, computed in (("use_aux_hidden_state", True), ("eh_proj_before_attn", False)):
         if nested.get(name, computed) != computed:
             raise ValueError(f"config.json sets eagle_config.{name} to {nested[name]}, which cannot be computed here")
-    shape = eagle3.read_shape({**config, "model_type": "llama"}, config.get("target_hidden_size"))
+    if config.get("tie_word_embeddings") and "lm_head.weight" in weights:
+        raise ValueError(
+            "config.json sets tie_word_embeddings although lm_head.weight is stored: vLLM drafts with the latter and "
+            "SGLang with the embedding, so set it to false or remove the tensor"
+        )
     switches = {name: bool(config.get(name)) for name in eagle3.SWITCHES}
+    switches["fc_norm"] |= bool(config.get("use_aux_norm"))  # SGLang's older word
+    if switches["norm_before_fc"] and not nested.get("norm_before_fc", True):
+        raise ValueError(
+            f"config.json sets norm_before_fc to {config['norm_before_fc']} but eagle_config.norm_before_fc, which "
+            f"engines read first, to {nested['norm_before_fc']}: set both alike"
+        )
     switches["norm_before_fc"] = bool(nested.get("norm_before_fc", switches["norm_before_fc"]))
     switches["norm_output"] |= bool(nested.get("return_hidden_post_norm"))
     captured = config.get("eagle_aux_hidden_state_layer_ids") or [
         k + 1 for k in nested.get("eagle_aux_hidden_state_layer_ids") or ()
     ]
-    own = {
-        f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name: tensor
-        for name, tensor in weights.items()
-    }
-    return eagle3.build(config, shape, switches, captured or eagle3.default_ids(target.layers), own, target)
+    shape = eagle3.read_shape(_layer(config), config.get("target_hidden_size"))
+    own, layers = renamed(weights, _own), captured or eagle3.default_ids(target.layers)
+    return eagle3.build(config, shape, switches, layers, own, target)
+
+
+def _layer(config: dict[str, Any]) -> dict[str, Any]:
+    """The draft layer's configuration. Its class goes by ``architectures``, as engines choose it, what is left out by
+    ``model_type``."""
+    if config.get("model_type") != "qwen3":
+        return {**config, "model_type": "llama"}
+    as_llama = any("Llama" in name for name in config.get("architectures") or ())
+    return {"head_dim": _QWEN3_HEAD_DIM, **config, "model_type": "llama" if as_llama else "qwen3"}

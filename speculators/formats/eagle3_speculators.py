@@ -29,6 +29,12 @@ def is_this_format(config: dict[str, Any], names: set[str]) -> bool:
     return config.get("speculators_model_type") == MODEL_TYPE
 
 
+def engines(head: Eagle3Head) -> tuple[str, ...]:
+    """All: they compute whatever is written."""
+    del head
+    return ENGINES
+
+
 def check(head: Eagle3Head) -> None:
     """Holds whatever an EAGLE-3 head can be."""
     del head

@@ -19,6 +19,7 @@ from bitdraft.quant.target import LowBitTarget
 from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.formats import medusa
 from bitdraft.speculators.formats.facts import WRITTEN, TargetFacts
+from bitdraft.speculators.formats.names import renamed
 from bitdraft.speculators.medusa import MedusaConfig, MedusaHead
 
 NAME = "medusa-original"
@@ -31,6 +32,12 @@ _NAME = re.compile(r"(?:medusa_heads\.)?(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)
 def is_this_format(config: dict[str, Any], names: set[str]) -> bool:
     del config  # published ones say no model_type
     return any(_NAME.fullmatch(name) for name in names)
+
+
+def engines(head: MedusaHead) -> tuple[str, ...]:
+    """All: they compute whatever is written."""
+    del head
+    return ENGINES
 
 
 def check(head: MedusaHead) -> None:
@@ -82,8 +89,9 @@ def load(config: dict[str, Any], weights: dict[str, Tensor], target: LowBitTarge
     """The heads of a checkpoint, with or without ``medusa_heads.`` before every name.
 
     As many heads as the file holds, which published configurations do not always say. Heads without any output share
-    the target's. Raises ``ValueError`` for fewer heads than config.json claims, and for settings or tensors that they
-    cannot represent.
+    the target's; told ``original_lm_head`` they share the one that is stored, as vLLM does. Raises ``ValueError`` for
+    stored outputs that differ all the same, for fewer heads than config.json claims, and for settings or tensors that
+    they cannot represent.
     """
     blocks = config["medusa_num_layers"]
     ours = config.get("bitdraft_head") or {}
@@ -91,11 +99,13 @@ def load(config: dict[str, Any], weights: dict[str, Tensor], target: LowBitTarge
     if count < config.get("medusa_num_heads", count):
         raise ValueError(f"config.json sets medusa_num_heads to {config['medusa_num_heads']} but {count} are stored")
     outputs = [name for name in own if name.startswith("lm_heads.")]
-    shared = not outputs or ours.get("own_output") is False
+    shared = not outputs or ours.get("own_output") is False or bool(config.get("original_lm_head"))
     if shared and outputs:
         stored = [own.pop(name) for name in outputs]
         if not all(torch.equal(stored[0], other) for other in stored[1:]):
-            raise ValueError("config.json says that the heads share their output, but their stored outputs differ")
+            raise ValueError(
+                "config.json says that the heads share their output (original_lm_head), but their stored outputs differ"
+            )
         own["lm_head.weight"] = stored[0]
     bias = ours.get("bias", True)
     if not bias:
@@ -107,13 +117,13 @@ def load(config: dict[str, Any], weights: dict[str, Tensor], target: LowBitTarge
 
 def _own_names(weights: dict[str, Tensor], blocks: int) -> tuple[dict[str, Tensor], int]:
     """The tensors under the heads' own names, and how many heads there are; ``ValueError`` for any other name."""
-    own: dict[str, Tensor] = {}
-    count = 0
-    for name, tensor in weights.items():
+
+    def own(name: str) -> str:
         found = _NAME.fullmatch(name)
         if found is None:
             raise ValueError(f"tensor {name} is none of a Medusa head's")
         i, place, leaf = int(found[1]), int(found[2]), found[3]
-        count = max(count, i + 1)
-        own[f"blocks.{i}.layers.{place}.{leaf}" if place < blocks else f"lm_heads.{i}.{leaf}"] = tensor
-    return own, count
+        return f"blocks.{i}.layers.{place}.{leaf}" if place < blocks else f"lm_heads.{i}.{leaf}"
+
+    named = renamed(weights, own)
+    return named, 1 + max(int(name.split(".")[1]) for name in named)

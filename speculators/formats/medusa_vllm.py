@@ -24,6 +24,12 @@ def is_this_format(config: dict[str, Any], names: set[str]) -> bool:
     return config.get("model_type") == MODEL_TYPE and any(name.startswith("blocks.") for name in names)
 
 
+def engines(head: MedusaHead) -> tuple[str, ...]:
+    """All: they compute whatever is written."""
+    del head
+    return ENGINES
+
+
 def check(head: MedusaHead) -> None:
     """Holds whatever Medusa heads can be."""
     del head

@@ -34,11 +34,3 @@ def test_a_users_mistake_is_a_sentence_and_exit_code_2(tmp_path: Path, options: 
     assert sentence in " ".join(done.stderr.replace("│", " ").split())
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_existing_folder_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
-    done = run("--head", "nowhere", "--out", str(tmp_path))
-    assert (done.returncode, done.stderr) == (
-        2,
-        f"error: {tmp_path} exists: choose another --out, or add --overwrite\n",
-    )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_disk import full_after
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny_target, tiny_tokenizer
 from transformers import (
@@ -261,9 +262,16 @@ def test_nothing_is_left_behind_when_writing_fails(
     def fail(*_args: object, **_more: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(write_module, "save_file", fail)
+    monkeypatch.setattr(write_module, "save_tensors", fail)
     with pytest.raises(OSError, match="disk full"):
         write(source, tmp_path / "out", load_recipe("fp8"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("baked", [False, True])
+def test_a_full_disk_is_an_os_error_that_names_the_file(source: Path, tmp_path: Path, baked: bool) -> None:
+    with full_after(10_000), pytest.raises(OSError, match=r"part-0 could not be written: .*large"):
+        write(source, tmp_path / "out", load_recipe("mxfp4a16"), baked=baked)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -251,6 +251,8 @@ def make_head_for(make_eagle3: MakeEagle3, make_medusa: MakeMedusa) -> Callable[
             "eagle3 full": lambda: make_eagle3(target),
             "eagle3 four layers": lambda: make_eagle3(target, size=96, layers=(1, 3, 4, 7)),
             "eagle3 first layer": lambda: make_eagle3(target, size=96, layers=(0, 4, 7)),
+            "eagle3 one layer": lambda: make_eagle3(target, size=96, layers=(4,)),
+            "eagle3 six heads": lambda: another(make_eagle3(target, size=96), num_attention_heads=6),
             "eagle3 norm_before_residual": lambda: make_eagle3(target, size=96, norm_before_residual=True),
             "eagle3 norm_before_fc": lambda: make_eagle3(target, size=96, norm_before_fc=True),
             "eagle3 fc_norm": lambda: make_eagle3(target, size=96, fc_norm=True),

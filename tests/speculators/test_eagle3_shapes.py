@@ -1,5 +1,7 @@
 """The head's layer takes its shape from every kind of target, also from one without attention."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hybrids import HYBRIDS, hybrid_model
@@ -31,3 +33,25 @@ def test_the_rotation_is_that_of_full_attention_and_covers_the_head() -> None:
     gemma, qwen = (LayerShape.of_target(hybrid_model(name).config) for name in ("gemma3", "qwen3_next"))
     assert gemma.rope_parameters["rope_theta"] == 1_000_000.0
     assert "partial_rotary_factor" not in qwen.rope_parameters
+
+
+def test_a_hidden_size_that_the_heads_do_not_divide_is_a_layer_too() -> None:
+    """As GLM-4.5-Air's: 4096 and 96 heads of 128."""
+    shape = LayerShape(
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    )
+    even = DecoderLayer(replace(shape, num_attention_heads=4))
+    layer, positions = DecoderLayer(shape), torch.arange(3)[None]
+    x = torch.randn(1, 3, 64)
+    queries = layer.queries(layer.inputs(x, x), positions)
+    assert queries.shape == (1, 6, 3, 16)
+    assert layer.finish(x, queries).shape == x.shape
+    rotated = [one.rotary(x, positions)[0] for one in (layer, even)]
+    assert torch.equal(rotated[0], rotated[1]), "the rotation is that of the head size"

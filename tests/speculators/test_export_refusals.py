@@ -179,7 +179,7 @@ def other_format(config: dict[str, Any], _weights: dict[str, Tensor]) -> None:
         (slide, "sliding_attention"),
         (bias_mlp, "mlp_bias to True"),
         (rotate_half, "partial_rotary_factor"),
-        (odd_width, "not a multiple of the number of attention heads"),
+        (odd_width, r"do not fit its config\.json: size mismatch for layers\.0\.self_attn\.\S+_proj"),
         (other_layer, "model_type to 'gemma3'"),
         (other_activation, "hidden_act"),
         (forget_kind, "field of another type"),

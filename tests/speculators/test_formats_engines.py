@@ -14,10 +14,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import LowBitTarget
 from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.eagle3 import Eagle3Head
 from bitdraft.speculators.export import LAYOUTS, export_head
+from bitdraft.speculators.low_bit import quantize_head
 
 Export = Callable[..., Path]
 Make = Callable[[str], DraftHead]
@@ -57,7 +59,7 @@ def test_engines_find_the_switches_where_they_look(exported: Export, make_head: 
     assert isinstance(head, Eagle3Head)
     nested = config["eagle_config"]
     assert config["norm_before_residual"] is False
-    assert nested["norm_before_fc"] is config["norm_before_fc"] is head.config.norm_before_fc  # vLLM, TensorRT; SGLang
+    assert nested["norm_before_fc"] is config["norm_before_fc"] is head.config.norm_before_fc  # all look there first
     assert config["fc_norm"] is head.config.fc_norm
     assert config["norm_output"] is nested["return_hidden_post_norm"] is head.config.norm_output
     assert nested["eh_proj_before_attn"] is False
@@ -133,12 +135,14 @@ def test_the_original_layer_is_called_midlayer_and_the_embedding_stays_with_the_
     ("kind", "reason"),
     [
         ("eagle3 norm_before_residual", "norm_before_residual, which SGLang"),
-        ("eagle3 qwen3", "norms of queries and keys"),
+        ("eagle3 qwen3", r"norms of queries and keys \(attention qwen3\), which SGLang and TensorRT-LLM do not read"),
         ("eagle3 biases", "attention biases, which SGLang leaves out"),
         ("eagle3 both norms", "norm_before_fc and fc_norm at once"),
         ("eagle3 own embedding", "an embedding of its own"),
         ("eagle3 narrow", "an embedding of its own"),
         ("eagle3 first layer", "the input of layer 0"),
+        ("eagle3 one layer", "one captured layer, behind which SGLang and TensorRT-LLM skip fc"),
+        ("eagle3 six heads", "a hidden size that is no multiple of its attention heads"),
     ],
 )
 def test_a_head_that_an_engine_would_misread_is_refused_with_the_way_out(
@@ -179,6 +183,16 @@ def test_every_layout_says_who_reads_it() -> None:
         "medusa-vllm": ("vLLM",),
         "medusa-original": ("vLLM", "text-generation-inference"),
     }
+
+
+def test_a_head_is_for_the_engines_that_compute_it(make_head: Make, rounded: LowBitTarget) -> None:
+    for kind in ("eagle3", "medusa"):
+        for layout in LAYOUTS.values():
+            if kind == layout.KIND:
+                assert layout.engines(make_head(kind)) == layout.ENGINES
+    low_bit = quantize_head(make_head("eagle3"), load_recipe("nvfp4a16"), target=rounded)
+    assert LAYOUTS[ORIGINAL].engines(low_bit) == ("SGLang", "vLLM")
+    assert LAYOUTS["eagle3-speculators"].engines(low_bit) == ("vLLM",)
 
 
 def remapped(name: str) -> str:

@@ -100,3 +100,12 @@ def test_a_scale_that_is_not_finite_is_not_written(
     layer.stored["weight_scale"][0] = float("inf")
     with pytest.raises(ValueError, match=r"not exported: \S+\.weight_scale holds NaN or infinity"):
         export_head(head, rounded, tmp_path / "head", draft_length=2, layout=layout)
+
+
+def test_an_exponent_scale_that_is_no_number_is_not_written(
+    make_low_bit: Make, rounded: LowBitTarget, tmp_path: Path
+) -> None:
+    head = make_low_bit("mxfp4a16")
+    low_bit_layers(head)["layers.0.mlp.down_proj"].stored["weight_scale"][1, 0] = 255
+    with pytest.raises(ValueError, match=r"not exported: \S+down_proj\.weight_scale holds NaN"):
+        export_head(head, rounded, tmp_path / "head", draft_length=2)

@@ -15,6 +15,8 @@ from bitdraft.speculators.load import load_head
 Make = Callable[[str], DraftHead]
 VLLM_ONLY = [
     "eagle3 first layer",
+    "eagle3 one layer",
+    "eagle3 six heads",
     "eagle3 norm_before_residual",
     "eagle3 both norms",
     "eagle3 qwen3",

@@ -17,14 +17,17 @@ from torch import Tensor
 from bitdraft.quant.files import sha256_of
 from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.rotation import random_rotation, rotate_residual
-from bitdraft.quant.target import load_target
-from bitdraft.speculators.export import LAYOUTS, export_head, write_head_for
+from bitdraft.quant.target import LowBitTarget, load_target
+from bitdraft.speculators.export import LAYOUTS, export_head, write_head, write_head_for
 from bitdraft.speculators.formats.facts import TargetFacts
 from bitdraft.speculators.load import load_head, recipe_of_head
+from bitdraft.speculators.metrics import Acceptance, total
 from bitdraft.train.config import RunConfig
 from bitdraft.train.environment import Environment, RunFailed
+from bitdraft.train.exporting import checked
 from bitdraft.train.exporting import export as exporting
 from bitdraft.train.exporting.card import license_of
+from bitdraft.train.exporting.checked import refuse_if_worse
 from bitdraft.train.exporting.commands import serve_texts, sglang_command, vllm_command
 from bitdraft.train.exporting.config import ExportConfig
 from bitdraft.train.exporting.export import export
@@ -138,7 +141,7 @@ def test_a_pair_holds_the_target_that_the_head_was_tried_on(
     assert (config.out / "target" / "tokenizer.json").is_file()
     document, card = documents(config.out)
     assert document["target_fingerprint"] == served.fingerprint
-    assert str(config.out / "target") in card
+    assert "vllm serve target" in card
     assert recipe_of_head(config.out / "head")["recipe"] == "mxfp4a16", "what it was trained on stays in the files"
 
 
@@ -215,6 +218,13 @@ PLAIN_FAULTS: list[Fault] = [
 LOW_BIT_FAULTS: list[Fault] = [missing_scale, wrong_scale]
 
 
+def leave_export(folder: Path) -> None:
+    """What an earlier export has left, as far as anybody looks at it."""
+    folder.mkdir()
+    (folder / "old").write_text("before", encoding="utf-8")
+    (folder / "manifest.json").write_text("{}", encoding="utf-8")
+
+
 def spoil(folder: Path, fault: Fault) -> None:
     """Write the files of a head anew, with the fault in them."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -230,8 +240,7 @@ def test_no_faulty_export_leaves_the_house(
 ) -> None:
     """As if the writer were wrong: whatever it is, nothing is left behind, and what was there before stays."""
     config = configure("eagle3", head_quant="fp8" if fault in LOW_BIT_FAULTS else None, overwrite=True)
-    config.out.mkdir()
-    (config.out / "old").write_text("before", encoding="utf-8")
+    leave_export(config.out)
 
     def write_wrongly(head: Any, target: TargetFacts, folder: Path, **told: Any) -> None:
         write_head_for(head, target, folder, **told)
@@ -240,7 +249,7 @@ def test_no_faulty_export_leaves_the_house(
     monkeypatch.setattr(exporting, "write_head_for", write_wrongly)
     with pytest.raises((RunFailed, ValueError)):
         export(config, environment)
-    assert [p.name for p in config.out.iterdir()] == ["old"]
+    assert {p.name for p in config.out.iterdir()} == {"old", "manifest.json"}
     assert [p.name for p in config.out.parent.iterdir()] == ["out"]
 
 
@@ -258,24 +267,81 @@ def test_the_spoiling_itself_is_no_fault(
     export(config, environment)
 
 
-def test_a_head_of_which_nothing_is_accepted_is_refused(
-    configure: Configure, environment: Environment, tmp_path: Path
+def negated(_config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    weights["lm_head.weight"] = -weights["lm_head.weight"]
+
+
+def lying_map(_config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    """Ascending, in range and told by both maps alike, but nearly every token is its neighbour."""
+    ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
+    left_out = (~weights["t2d"]).nonzero()[-1]
+    other = torch.cat([ids[1:], left_out]).sort().values
+    weights["d2t"] = other - torch.arange(len(ids))
+    weights["t2d"] = torch.zeros_like(weights["t2d"]).scatter(0, other, True)
+
+
+def noisy_output(_config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    output = weights["lm_head.weight"].float()
+    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+    weights["lm_head.weight"] = (output + 2.0 * output.std() * noise).to(torch.bfloat16)
+
+
+def publish(config: ExportConfig, folder: Path, fault: Fault) -> ExportConfig:
+    """The export of a head that somebody else has published, faults and all: a faithful copy of it is no better."""
+    shutil.copytree(config.head, folder)
+    (folder / "manifest.json").unlink()
+    spoil(folder, fault)
+    return replace(config, head=folder)
+
+
+@pytest.mark.parametrize("fault", [negated, lying_map])
+def test_a_head_of_which_next_to_nothing_is_accepted_is_refused(
+    configure: Configure, environment: Environment, tmp_path: Path, fault: Fault
 ) -> None:
-    """A published head whose map lies: the copy is faithful, so only decoding tells."""
-    config = configure("eagle3")
-    published = tmp_path / "published"
-    shutil.copytree(config.head, published)
-    (published / "manifest.json").unlink()
-
-    def worthless(_config: dict[str, Any], weights: dict[str, Tensor]) -> None:
-        weights["lm_head.weight"] = -weights["lm_head.weight"]
-
-    spoil(published, worthless)
+    config = publish(configure("eagle3"), tmp_path / "published", fault)
     with pytest.raises(
         RunFailed, match=r"accepts \d+ of \d+ first drafts on train\+heldout: this head does not belong"
     ):
-        export(replace(config, head=published), environment)
+        export(config, environment)
     assert not config.out.exists()
+
+
+def test_a_head_that_accepts_far_less_than_it_did_is_refused(
+    configure: Configure, environment: Environment, tmp_path: Path
+) -> None:
+    """Right now and then, so only the earlier measurement tells."""
+    config = publish(configure("eagle3"), tmp_path / "published", noisy_output)
+    before = configure("eagle3").head.parent / "acceptance.json"
+    with pytest.raises(RunFailed, match=r"accepts \S+% of the first drafts, where \S+% were accepted when"):
+        export(replace(config, acceptance=before), environment)
+
+
+def test_far_less_is_judged_by_the_passes_there_are() -> None:
+    def counts(accepted: int, passes: int) -> Acceptance:
+        good, bad = (Acceptance.of_pass(1, drafted=1, accepted=a, refused=not a) for a in (1, 0))
+        return total([*[good] * accepted, *[bad] * (passes - accepted)], 1)
+
+    refuse_if_worse(counts(60, 160), 1000, 0.5)
+    with pytest.raises(RunFailed, match=r"25\.0% of the first drafts, where 50\.0%"):
+        refuse_if_worse(counts(40, 160), 1000, 0.5)
+
+
+def test_a_training_run_does_not_leave_a_faulty_export(
+    make_config: Callable[..., RunConfig],
+    calm_folder: Path,
+    environment: Environment,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def write_wrongly(head: Any, target: LowBitTarget, folder: Path, **told: Any) -> None:
+        write_head(head, target, folder, **told)
+        spoil(folder, swapped_norms)
+
+    monkeypatch.setattr(checked, "write_head", write_wrongly)
+    with pytest.raises(RunFailed, match="do not draft what the head drafts"):
+        run(make_config(tmp_path / "run", target=str(calm_folder)), environment)
+    assert not (tmp_path / "run" / "export").exists()
+    assert list((tmp_path / "run" / "checkpoints").iterdir()), "what was trained is not lost"
 
 
 def test_too_few_passes_show_nothing(configure: Configure, environment: Environment) -> None:
@@ -285,15 +351,57 @@ def test_too_few_passes_show_nothing(configure: Configure, environment: Environm
 
 def test_an_existing_folder_is_kept_unless_asked(configure: Configure, environment: Environment) -> None:
     config = configure("medusa")
-    config.out.mkdir()
-    (config.out / "old").write_text("before", encoding="utf-8")
+    leave_export(config.out)
     with pytest.raises(ValueError, match="out exists: choose another --out, or add --overwrite"):
         export(config, environment)
     assert (config.out / "old").is_file()
     export(replace(config, overwrite=True), environment)
     assert not (config.out / "old").exists()
-    with pytest.raises(ValueError, match="holds the head that is read"):
-        export(replace(config, out=config.head, overwrite=True), environment)
+    (config.out / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"holds no export \(manifest.json is missing\), so it is not replaced"):
+        export(replace(config, overwrite=True), environment)
+
+
+@pytest.mark.parametrize("what", ["head", "target", "data", "acceptance"])
+def test_what_is_read_is_not_overwritten(
+    configure: Configure, environment: Environment, tmp_path: Path, what: str
+) -> None:
+    config = configure("medusa", overwrite=True)
+    inside = tmp_path / "precious" / "inside"
+    leave_export(inside.parent)
+    if what == "head":
+        shutil.copytree(config.head, inside)
+    elif what == "target":
+        shutil.copytree(config.target, inside)
+    else:
+        inside.write_text("{}", encoding="utf-8")
+    given: Any = {"data": (inside,), "target": str(inside)}.get(what, inside)
+    with pytest.raises(ValueError, match=f"holds what --{what} reads"):
+        export(replace(config, out=inside.parent, **{what: given}), environment)
+
+
+def test_what_cannot_be_is_said_before_anything_is_loaded(
+    configure: Configure, environment: Environment, tmp_path: Path
+) -> None:
+    config = configure("eagle3")
+    incomplete = tmp_path / "acceptance.json"
+    incomplete.write_text(json.dumps({"results": [{}], "served_on": "x"}), encoding="utf-8")
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"head": config.head.parent}, r"holds no head: config.json is missing \(do you mean .*export\?\)"),
+        (
+            {"format": "medusa-vllm"},
+            "another kind of head: eagle3 heads are written as eagle3-speculators or eagle3-orig",
+        ),
+        ({"acceptance": incomplete}, "is not an acceptance.json of one head"),
+        ({"acceptance": tmp_path / "missing"}, "--acceptance .*missing does not exist"),
+        ({"head_quant": "fp9"}, "did you mean 'fp8'"),
+        ({"target_quant": "fp9"}, "did you mean 'fp8'"),
+        ({"target_profile": "vllm"}, "profile 'vllm'"),
+        ({"with_target": True, "baked": True, "target_quant": "none"}, "--baked needs a recipe with formats"),
+    )
+    for changes, sentence in refused:
+        with pytest.raises(ValueError, match=sentence):
+            export(replace(config, **{"target": "nowhere/at-all", **changes}), environment)
 
 
 def test_a_full_disk_leaves_old_files_whole(
@@ -340,14 +448,36 @@ def test_a_head_of_a_rotated_target_is_refused_for_the_plain_one(
 def test_a_head_that_does_not_say_its_recipe_needs_one(
     configure: Configure, environment: Environment, tmp_path: Path
 ) -> None:
-    config = configure("medusa")
-    published = tmp_path / "published"
-    shutil.copytree(config.head, published)
-    (published / "manifest.json").unlink()
-    spoil(published, lambda config, weights: config.pop("bitdraft"))
+    config = publish(configure("medusa"), tmp_path / "published", lambda config, weights: config.pop("bitdraft"))
     with pytest.raises(ValueError, match="does not say what it was trained on: say with --target-quant"):
-        export(replace(config, head=published), environment)
-    export(replace(config, head=published, target_quant="none"), environment)
+        export(config, environment)
+    export(replace(config, target_quant="none"), environment)
+
+
+def test_a_recipe_of_the_same_name_with_other_rules_is_not_taken(
+    configure: Configure, environment: Environment, tmp_path: Path
+) -> None:
+    def other_rules(config: dict[str, Any], _weights: dict[str, Tensor]) -> None:
+        config["bitdraft"]["recipe_fingerprint"] = "0" * 16
+
+    config = publish(configure("medusa"), tmp_path / "published", other_rules)
+    with pytest.raises(ValueError, match="trained on other rules than 'mxfp4a16' has here: say with --target-quant"):
+        export(config, environment)
+
+
+def test_the_card_says_what_the_run_measured_and_what_these_files_did(
+    configure: Configure, environment: Environment
+) -> None:
+    config = configure("eagle3")
+    export(config, environment)
+    table = [line.strip("| ").split(" | ") for line in documents(config.out)[1].splitlines() if line.startswith("| ")]
+    assert [row[0] for row in table[2:]] == ["these files", "training run", "training run"]
+    assert [row[7] for row in table[2:]] == ["3", "1", "3"]
+    again = replace(config, head=config.out, out=config.out.with_name("again"))
+    export(again, environment)
+    card = documents(again.out)[1]
+    assert "| these files |" in card
+    assert "training run" not in card, "what lies beside an export is no training run's"
 
 
 def test_the_cards_commands_are_those_of_the_docs() -> None:

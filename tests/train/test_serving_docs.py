@@ -102,8 +102,13 @@ def test_the_page_shows_every_program() -> None:
 
 def test_vllm_takes_its_commands() -> None:
     argvs = commands("vllm")
-    found, fields = parsed(VLLM, [*argvs, ["TARGET", "--speculative-configuration-of-no-engine", "3"]])
+    assert "--trust-remote-code" in TEXT
+    found, fields = parsed(
+        VLLM,
+        [*argvs, ["TARGET", "--trust-remote-code"], ["TARGET", "--speculative-configuration-of-no-engine", "3"]],
+    )
     assert isinstance(found.pop(), str), "a flag that does not exist must be refused"
+    assert found.pop()["trust_remote_code"] is True
     for argv, values in zip(argvs, found, strict=True):
         assert isinstance(values, dict), values
         assert values["model_tag"] == argv[0]
@@ -142,7 +147,7 @@ def test_tensorrt_has_the_options_that_its_command_and_file_name() -> None:
 
 
 def test_the_script_takes_its_commands(tmp_path: Path) -> None:
-    """And shows the page's first command in its own docstring, up to the file's name."""
+    """And shows the page's first command in its own docstring, up to the name of the file that is written."""
     path = ROOT / "scripts" / "serve_check.py"
     found = importlib.util.spec_from_file_location("serve_check", path)
     assert found is not None and found.loader is not None
@@ -152,6 +157,8 @@ def test_the_script_takes_its_commands(tmp_path: Path) -> None:
     for argv in commands("serve_check"):
         options = tyro.cli(module.Options, args=argv)
         assert options.export.parts
+    (shown,) = re.findall(r"^    python scripts/serve_check\.py (.+)$", module.__doc__ or "", re.MULTILINE)
+    assert shlex.split(shown)[:-1] == commands("serve_check")[0][:-1]
     assert str(ROOT / "data" / "demo" / "heldout.jsonl") == str((ROOT / commands("serve_check")[0][5]).resolve())
 
 

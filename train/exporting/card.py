@@ -8,9 +8,13 @@ from typing import Any
 
 _FRONT_MATTER_LICENSE = re.compile(r"\A---\n(?:.*\n)*?license:[ \t]*(\S.*)\n(?:.*\n)*?---", re.MULTILINE)
 UNKNOWN_LICENSE = "unknown"
-
+ROW_KEYS = (
+    *("set", "prompts", "draft_length", "passes", "acceptance_length", "acceptance_rate"),
+    *("per_position", "ci95"),
+)
+"""What the card says of a result of ``acceptance.json``."""
 Row = Mapping[str, Any]
-"""A result of ``acceptance.json``, and who measured it (``by``) and how (``served_on``, ``dtype``, …)."""
+"""``ROW_KEYS`` of a result, and who measured it (``by``) and how (``served_on``, ``dtype``, …)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,19 +25,25 @@ class CardFacts:
     layout: str
     engines: Sequence[str]
     target: str
-    """The 16-bit model's id or folder, as the user named it."""
+    """The 16-bit model, as the user named it."""
+    base_model: str | None
+    """Its id on the hub, if it is one."""
     license: str
-    served: str
-    """The target that is served, as the commands name it."""
+    with_target: bool
+    """Whether the served target lies beside the head."""
     recipe: str
     numerics: str
     """What the recipe does to the target, in a few lines."""
+    captured: Sequence[int]
+    vocabulary: tuple[int, int]
+    """Tokens of the draft and of the target."""
     head_recipe: str | None
     trained: Mapping[str, Any]
     """What the head says of its training: recipe, data, steps."""
     results: Sequence[Row]
-    measured_on: str
-    """Date of the newest rows."""
+    """Those of these very files first."""
+    made: str
+    """Version, date and machine of the export and of its measurement."""
     commands: Mapping[str, str]
     """By engine."""
 
@@ -46,24 +56,20 @@ def model_card(facts: CardFacts) -> str:
         f"A draft head for speculative decoding in the layout `{facts.layout}` ({', '.join(facts.engines)}). It drafts "
         "for the target below and for no other; decoding stays lossless: the target verifies every draft.",
         "## Serve",
+        _where(facts),
         *(f"{engine}:\n\n```sh\n{text}\n```" for engine, text in facts.commands.items()),
         "## Acceptance",
         _table(facts.results),
-        "Chains of drafts; an acceptance length counts tokens per target pass, the bonus token included. `position k`: "
-        f"share of passes that accepted drafts up to there. These files were measured on {facts.measured_on}.",
+        "Chains of drafts, T the temperature; an acceptance length counts tokens per target pass, the bonus token "
+        "included. `position k`: share of passes that accepted drafts up to there. Rows compare where target, set and "
+        "tokens are the same.",
         "## The target as it is served",
-        f"`{facts.served}`, recipe `{facts.recipe}`:\n\n```\n{facts.numerics}\n```",
-        "## Training",
-        _training(facts),
+        f"{facts.target} in {facts.recipe}:\n\n```\n{facts.numerics}\n```",
+        "## The head",
+        _head(facts),
         "## License",
-        f"The target's license is **{facts.license}**, and a head trained on its states and its text comes with the "
-        "duties of that license."
-        + (
-            " It could not be read from the target's files: see the target's own page."
-            if facts.license == UNKNOWN_LICENSE
-            else ""
-        ),
-        "`manifest.json` holds the sha256 of every file.",
+        _license(facts),
+        f"Written by {facts.made}. `manifest.json` holds the sha256 of every file.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -79,9 +85,19 @@ def _front_matter(facts: CardFacts) -> str:
     lines = ["---", "library_name: bitdraft"]
     if facts.license != UNKNOWN_LICENSE:
         lines.append(f"license: {facts.license}")
-    if not facts.target.startswith((".", "/")):  # a folder on somebody's disk is no model id
-        lines.append(f"base_model: {facts.target}")
-    return "\n".join([*lines, f"tags: [speculative-decoding, {facts.kind}, {facts.recipe.partition(',')[0]}]", "---"])
+    if facts.base_model:
+        lines.append(f"base_model: {facts.base_model}")
+    return "\n".join([*lines, f"tags: [speculative-decoding, {facts.kind}]", "---"])
+
+
+def _where(facts: CardFacts) -> str:
+    if facts.with_target:
+        where = "In this folder, where `head` and `target` lie."
+    else:
+        where = f"`HEAD` is this folder, `TARGET` the checkpoint of {facts.target} in {facts.recipe}."
+    if facts.layout == "eagle3-speculators":
+        where += " For SGLang and TensorRT-LLM, export with `--format eagle3-original`."
+    return where
 
 
 def _table(results: Sequence[Row]) -> str:
@@ -110,9 +126,22 @@ _SAID = {
 }
 
 
-def _training(facts: CardFacts) -> str:
-    lines = [f"- {words}: `{facts.trained[key]}`" for key, words in _SAID.items() if facts.trained.get(key) is not None]
-    weights = f"`{facts.head_recipe}`, quantized after training" if facts.head_recipe else "bfloat16"
-    return "\n".join(
-        [*(lines or ["The files do not say what the head was trained on."]), f"- the head's weights: {weights}"]
+def _head(facts: CardFacts) -> str:
+    drafted, known = facts.vocabulary
+    lines = [f"- drafts {drafted:,} of the target's {known:,} tokens"]
+    if facts.captured:
+        lines.append(f"- reads the target's states before layers {', '.join(map(str, facts.captured))}")
+    weights = f"`{facts.head_recipe}`, quantized after training" if facts.head_recipe else "bfloat16, or as they came"
+    lines.append(f"- its weights: {weights}")
+    said = [f"- {words}: `{facts.trained[key]}`" for key, words in _SAID.items() if facts.trained.get(key) is not None]
+    return "\n".join([*lines, *(said or ["- its files do not say what it was trained on"])])
+
+
+def _license(facts: CardFacts) -> str:
+    unknown = facts.license == UNKNOWN_LICENSE
+    return (
+        f"The target's license is **{facts.license}**, and a head trained on its states and its text comes with the "
+        "duties of that license."
+        + " It could not be read from the target's files: see the target's own page."
+        * unknown
     )

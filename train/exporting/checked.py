@@ -19,15 +19,20 @@ from bitdraft.speculators.base import DraftContext, DraftHead
 from bitdraft.speculators.drafting import DraftPlan
 from bitdraft.speculators.export import write_head, write_manifest
 from bitdraft.speculators.load import load_head
+from bitdraft.speculators.metrics import Acceptance
 from bitdraft.train.environment import RunFailed
 from bitdraft.train.measuring.acceptance import FEW_PASSES, Decoding, Measured, measure
 from bitdraft.train.measuring.prompt_sets import PromptSet
 
-CHECKED_PROMPTS = 8
-"""Prompts that a run's export is tried on."""
-FEWEST_ACCEPTED = 1 / 500
-"""Share of first drafts below which a head is taken for broken. An untrained head has more accepted; heads with faults
-that vLLM does not notice (no map, no output head) had less than one in 3,000."""
+TRIED = Decoding(max_new_tokens=64, batch_size=8)
+"""How a run's export is tried, whatever the run itself measures."""
+TRIED_PROMPTS = 8
+LEAST = 1 / 500
+"""Share of first drafts below which a head is taken for broken. Heads with faults that vLLM does not notice (no map, no
+output head) had less than one in 3,000 accepted."""
+LEAST_TO_LEAVE = 1 / 50
+"""The same for a head that is to be served: a map that is shifted by one token had one in 90."""
+_FAR = 4.0  # standard errors
 _COMPARED = 2  # prompts whose drafting logits are compared
 
 
@@ -37,7 +42,6 @@ def export_checked(
     path: Path,
     tokenizer: Any,
     prompts: PromptSet,
-    how: Decoding,
     *,
     draft_length: int,
     facts: Mapping[str, Any],
@@ -51,7 +55,7 @@ def export_checked(
     with folder_written_atomically(path) as fresh:
         write_head(head, target, fresh, draft_length=draft_length, facts=facts)
         plan = DraftPlan(length=draft_length)
-        check_written(head, target, fresh, tokenizer, prompts.first(CHECKED_PROMPTS), plan, how)
+        check_written(head, target, fresh, tokenizer, prompts.first(TRIED_PROMPTS), plan, TRIED, least=LEAST)
         write_manifest(fresh)
 
 
@@ -70,11 +74,14 @@ def check_written(
     prompts: PromptSet,
     plan: DraftPlan,
     how: Decoding,
+    *,
+    least: float,
 ) -> Measured:
     """Measure the head that lies in ``folder`` on a few prompts, after comparing its logits with those of ``head``.
 
-    ``head``: what was exported, as ``as_written`` leaves it. Raises ``RunFailed`` where the files draft otherwise than
-    the head, or where next to none of their drafts are accepted in at least ``FEW_PASSES`` passes.
+    ``head``: what was exported, as ``as_written`` leaves it. ``least``: share of first drafts that must be accepted,
+    once there are ``FEW_PASSES`` passes. Raises ``RunFailed`` where the files draft otherwise than the head, or where
+    fewer of their drafts are accepted.
     """
     loaded = load_head(folder, target)
     if not torch.equal(head.vocab.target_ids, loaded.vocab.target_ids):
@@ -89,12 +96,25 @@ def check_written(
             )
     (measured,) = measure(target, loaded, tokenizer, prompts, [plan], how, check=0)
     counts = measured.total
-    if counts.passes >= FEW_PASSES and counts.per_position[0] < FEWEST_ACCEPTED:
+    if counts.passes >= FEW_PASSES and counts.per_position[0] < least:
         raise RunFailed(
             f"the target accepts {counts.accepted_at[0]:,} of {counts.passes:,} first drafts on {prompts.name}: this "
             "head does not belong to this target, or its maps or captured layers are wrong; nothing was exported"
         )
     return measured
+
+
+def refuse_if_worse(counts: Acceptance, passes: int, share: float) -> None:
+    """``RunFailed`` where far fewer first drafts are accepted than were once, a ``share`` of them in ``passes`` passes:
+    a head of which captured layers or switches were changed still accepts something."""
+    now = counts.per_position[0]
+    both = (now * counts.passes + share * passes) / (counts.passes + passes)
+    error = (both * (1 - both) * (1 / counts.passes + 1 / passes)) ** 0.5
+    if share - now > _FAR * error:
+        raise RunFailed(
+            f"the target accepts {now:.1%} of the first drafts, where {share:.1%} were accepted when the head was "
+            "measured before on this recipe: its files or the target have changed since; nothing was exported"
+        )
 
 
 @torch.no_grad()

