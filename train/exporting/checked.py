@@ -113,7 +113,8 @@ def refuse_if_worse(counts: Acceptance, passes: int, share: float) -> None:
     if share - now > _FAR * error:
         raise RunFailed(
             f"the target accepts {now:.1%} of the first drafts, where {share:.1%} were accepted when the head was "
-            "measured before on this recipe: its files or the target have changed since; nothing was exported"
+            "measured before in the same way: its files or the target have changed since; nothing was exported "
+            "(more --prompts make it surer)"
         )
 
 

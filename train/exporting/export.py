@@ -30,8 +30,6 @@ from bitdraft.train.exporting.request import Request, checked_request, is_hub_id
 from bitdraft.train.measuring.acceptance import FEW_PASSES, Decoding, Measured
 from bitdraft.train.measuring.document import document, result, table
 
-_BAKED = "weights hold the values that the recipe's codes stand for; everything is computed in their own type"
-
 
 def export(config: ExportConfig, environment: Environment) -> None:
     """Write ``config.out``, whole or not at all.
@@ -110,8 +108,10 @@ def _tried(request: Request, head: DraftHead, target: LowBitTarget, folder: Path
             f"{measured.total.passes} passes are too few to show that the written head drafts: raise --prompts or "
             "--max-new-tokens"
         )
+    alike: dict[str, Any] = {"served_on": request.quant, "temperature": 0, "set": request.prompts.name}
+    alike["max_new_tokens"] = request.config.max_new_tokens
     for row in request.measured_before:
-        if row["served_on"].partition("@")[0] == request.quant and row["temperature"] == 0:
+        if all(row[key] == value for key, value in alike.items()):
             refuse_if_worse(measured.total, row["passes"], row["per_position"][0])
     return measured
 
@@ -151,7 +151,7 @@ def _card(
             license=config.license or (DEMO_LICENSE if demo else license_of(model_folder(source))),
             with_target=config.with_target,
             recipe=request.named,
-            numerics=_BAKED if config.baked else target.applied.summary(),
+            numerics=_numerics(config, target),
             captured=head.capture_layers,
             vocabulary=(len(head.vocab), head.vocab.target_size),
             head_recipe=config.head_quant,
@@ -168,3 +168,9 @@ def _card(
             ),
         )
     )
+
+
+def _numerics(config: ExportConfig, target: LowBitTarget) -> str:
+    if config.baked:
+        return "weights hold the values that the recipe's codes stand for; everything is computed in their own type"
+    return "every layer in 16 bit" if target.recipe.leaves_all_alone else target.applied.summary()
