@@ -30,13 +30,14 @@ from bitdraft.train.serving.record import KEY
 ROOT = Path(__file__).parents[2]
 HOW = How(draft_length=2, max_new_tokens=4, dtype="float32", batch=2)
 COUNTS = Acceptance(2, 2, 100, 200, (60, 20), (100, 60))
+ANSWERS = [[5] * 120, [7, *[8] * 59]]  # 178 tokens behind the prefills' for 180 that the passes emit
 OURS = Ours(
     kind="eagle3",
     head_fingerprint="0123456789abcdef",
     target_fingerprint="fedcba9876543210",
     prompts=[[1, 2], [3]],
     end_ids={9},
-    answers=[[5, 6, 9], [7, 8]],
+    answers=ANSWERS,
     counts=COUNTS,
     served_on="mxfp4a16 (baked)",
     computed_by="profile vllm-cpu",
@@ -44,7 +45,7 @@ OURS = Ours(
     exact_counts=True,
     trained={"recipe": "mxfp4"},
 )
-SERVED = Served(with_head=[[5, 6, 9], [7, 8]], alone=[[5, 6, 9], [7, 8]], counts=COUNTS)
+SERVED = Served(with_head=ANSWERS, alone=ANSWERS, counts=COUNTS)
 
 
 def test_equal_counters_and_texts_are_found_right() -> None:
@@ -52,7 +53,7 @@ def test_equal_counters_and_texts_are_found_right() -> None:
 
 
 def test_in_fp32_a_text_that_changes_with_the_head_is_wrong_and_named() -> None:
-    changed = replace(SERVED, alone=[[5, 6, 9], [7, 3]])
+    changed = replace(SERVED, alone=[ANSWERS[0], [7, 3, *ANSWERS[1][2:]]])
     assert verdict(OURS, changed, ["a", "b"]) == ["with the head the engine writes 1 answers that differ: b at token 1"]
     assert verdict(replace(OURS, exact_texts=False), changed, ["a", "b"]) == []
 
@@ -64,6 +65,14 @@ def test_a_low_bit_head_moves_counters_but_no_text() -> None:
     assert verdict(OURS, near, ["a", "b"])[0].startswith("passes: the engine counts 98")
     far = replace(SERVED, counts=Acceptance(2, 2, 98, 196, (65, 21), (98, 65)))
     assert "position 1:" in verdict(ours, far, ["a", "b"])[0]
+
+
+def test_counters_of_other_work_than_the_answers_are_wrong_whatever_was_rounded() -> None:
+    ours = replace(OURS, exact_counts=False)
+    fewer = replace(SERVED, counts=Acceptance(2, 2, 10, 20, (6, 2), (10, 6)))  # the very same shares
+    assert verdict(ours, fewer, ["a", "b"]) == [
+        "the engine counts 18 tokens out of 10 passes, but its 2 answers took 178 to 182"
+    ]
 
 
 def test_the_engine_gets_room_for_drafts_behind_the_longest_answer() -> None:

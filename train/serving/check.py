@@ -32,6 +32,7 @@ from bitdraft.train.serving.counters import (
     engine_counters,
     partings,
     points_apart,
+    unaccounted,
 )
 from bitdraft.train.serving.engine import EngineSpec, running
 from bitdraft.train.serving.pair import METHODS, Pair, fingerprint_of_head, served_on
@@ -187,8 +188,7 @@ def verdict(ours: Ours, served: Served, ids: Sequence[str]) -> list[str]:
     """What is wrong, one sentence each; nothing if engine and simulation agree and the engine's texts are equal."""
     wrong = []
     difference = disagreement(served.counts, ours.counts, exactly=ours.exact_counts)
-    if difference:
-        wrong.append(difference)
+    wrong += [sentence for sentence in (difference, unaccounted(served.counts, served.with_head)) if sentence]
     changed = partings(ids, served.with_head, served.alone)
     if ours.exact_texts and changed:
         wrong.append(f"with the head the engine writes {len(changed)} answers that differ: {_named(changed)}")

@@ -13,9 +13,6 @@ from bitdraft.speculators.metrics import Acceptance
 
 POINTS = 2.0
 """Largest difference of a position's acceptance, in percentage points, where rounding may flip tokens."""
-PASSES = 0.25
-"""Largest difference of the number of passes there, as a share of ours. Answers that part end elsewhere, and 80 of them
-were a tenth shorter in all by chance; half the work would be another run."""
 _LINE = re.compile(r"^vllm:spec_decode_(\w+?)_total(?:\{(.*)\})? (\S+)$")
 _POSITION = re.compile(r'\bposition="(\d+)"')
 
@@ -81,13 +78,14 @@ def chance_points(engine: Acceptance, ours: Acceptance) -> list[float]:
 def disagreement(engine: Acceptance, ours: Acceptance, *, exactly: bool) -> str | None:
     """In one sentence, where the counters differ by more than they may; ``None`` where they agree.
 
-    ``exactly``: up to one draft, over all positions together, and one pass, as befits fp32. Else the number of passes
-    within the share ``PASSES`` and every position within ``POINTS``. People count positions from 1.
+    ``exactly``: up to one draft, over all positions together, and one pass, as befits fp32. Else every position within
+    ``POINTS``: answers part there and end elsewhere, and ``unaccounted`` says whether the passes cover them. People
+    count positions from 1.
     """
-    off = abs(engine.passes - ours.passes)
-    if off > (1 if exactly else PASSES * ours.passes):
-        allowed = "fp32 allows a difference of one" if exactly else f"{PASSES:.0%} of ours are allowed"
-        return f"passes: the engine counts {engine.passes}, we count {ours.passes}, where {allowed}"
+    if exactly and abs(engine.passes - ours.passes) > 1:
+        return (
+            f"passes: the engine counts {engine.passes}, we count {ours.passes}, where fp32 allows a difference of one"
+        )
     if exactly:
         pairs = list(zip(engine.accepted_at, ours.accepted_at, strict=True))
         if sum(abs(a - b) for a, b in pairs) <= 1:
@@ -102,6 +100,22 @@ def disagreement(engine: Acceptance, ours: Acceptance, *, exactly: bool) -> str 
         f"position {worst + 1}: the engine accepts {100 * engine.per_position[worst]:.2f} % of {engine.passes} passes, "
         f"we {100 * ours.per_position[worst]:.2f} % of {ours.passes}: {abs(apart[worst]):.2f} points apart, where "
         f"{POINTS:g} are allowed (chance alone: {chance_points(engine, ours)[worst]:.2f}, less with more prompts)"
+    )
+
+
+def unaccounted(counts: Acceptance, answers: Sequence[Sequence[int]]) -> str | None:
+    """In one sentence, that ``counts`` are not those of ``answers``; ``None`` where they may be.
+
+    No rounding excuses it: an answer's first token comes from the prefill, every other one was accepted or is a pass's
+    bonus, and behind an answer's end its last pass emits no more than the draft length.
+    """
+    behind = sum(len(answer) - 1 for answer in answers)
+    most = behind + counts.draft_length * len(answers)
+    if behind <= counts.emitted <= most:
+        return None
+    return (
+        f"the engine counts {counts.emitted} tokens out of {counts.passes} passes, but its {len(answers)} answers took "
+        f"{behind} to {most}"
     )
 
 
