@@ -28,10 +28,10 @@ TRIED = Decoding(max_new_tokens=64, batch_size=8)
 """How a run's export is tried, whatever the run itself measures."""
 TRIED_PROMPTS = 8
 LEAST = 1 / 500
-"""Share of first drafts below which a head is taken for broken. Heads with faults that vLLM does not notice (no map, no
-output head) had less than one in 3,000 accepted."""
+"""Share of first drafts below which a head is taken for broken: engines load heads without a map or an output head and
+accept next to none of their drafts. A short run's head has more."""
 LEAST_TO_LEAVE = 1 / 50
-"""The same for a head that is to be served: a map that is shifted by one token had one in 90."""
+"""The same for a head that is to be served. One whose map is shifted has now and then a draft accepted by chance."""
 _FAR = 4.0  # standard errors
 _COMPARED = 2  # prompts whose drafting logits are compared
 
