@@ -137,8 +137,3 @@ def save_hybrid(name: str, folder: Path, seed: int = 0, scale: float = 1.0) -> P
     hybrid_model(name, seed, scale).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
-
-
-def hybrid_targets(folder: Path) -> dict[str, Path]:
-    """All of them, saved under ``folder``, by name."""
-    return {name: save_hybrid(name, folder / name) for name in HYBRIDS}

@@ -204,7 +204,7 @@ def _stored(model: nn.Module, weights: dict[str, Encoded], part: _Part) -> dict[
 def _baked(model: nn.Module, written: torch.dtype, part: _Part) -> dict[str, Tensor]:
     """The weight that a layer stands for, or some of its rows."""
     rows = low_bit_layer(model, part.layer).dequantized()[part.rows]
-    return {"weight": rows.to(written).cpu().clone()}
+    return {"weight": rows.to("cpu", written, copy=True)}
 
 
 def _ignored(model: nn.Module, applied: Applied, files: TensorFiles) -> list[str]:

@@ -54,12 +54,13 @@ def tensors(head: MedusaHead) -> dict[str, Tensor]:
             out[f"{i}.{rest[1]}.linear.{rest[2]}"] = weight.detach().to(WRITTEN)
         else:
             out[f"{i}.{head.config.blocks}.weight"] = weight.detach().to(WRITTEN)
+    shared = None if head.config.own_output else medusa.shared_output(head)
     for place in range(head.config.heads):
         if not head.config.bias:
             for block in range(head.config.blocks):
                 out[f"{place}.{block}.linear.bias"] = torch.zeros(head.target_hidden_size, dtype=WRITTEN)
-        if not head.config.own_output:  # safetensors stores no tensor under two names
-            out[f"{place}.{head.config.blocks}.weight"] = medusa.shared_output(head).clone()
+        if shared is not None:  # safetensors stores no tensor under two names
+            out[f"{place}.{head.config.blocks}.weight"] = shared.clone()
     return out
 
 

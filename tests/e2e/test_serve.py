@@ -36,6 +36,7 @@ from bitdraft.train.serving.pair import Pair
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("BITDRAFT_ENGINE_PYTHON") or ROOT / ".venv-serve" / "bin" / "python")
 K, NEW_TOKENS, PROMPTS = 3, 40, 24
+WORDS = ("sun", "one", "Why?", "a tree")
 SHAPE = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -55,8 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``target/``, ``eagle3/head``, ``medusa/head`` and ``prompts.jsonl``, as the exports write them."""
     folder = tmp_path_factory.mktemp("serve")
     records = [
-        {"id": f"p{i}", "conversations": [{"role": "user", "content": f"{word} {i} " * (1 + i % 5)}]}
-        for i, word in zip(range(PROMPTS), ("sun", "one", "Why?", "a tree") * PROMPTS, strict=False)
+        {"id": f"p{i}", "conversations": [{"role": "user", "content": f"{WORDS[i % len(WORDS)]} {i} " * (1 + i % 5)}]}
+        for i in range(PROMPTS)
     ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
     name = str(save_tiny_target(folder / "target", **SHAPE))

@@ -7,7 +7,7 @@ the prompt first, then the drafts, each of which reads the state that the one be
 import math
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -55,8 +55,9 @@ class Variant:
             **settings,
         )
         torch.manual_seed(7)
+        on: dict[str, Any] = dict.fromkeys(self.switches, True)
         head = Eagle3Head(
-            Eagle3Config(steps=STEPS, train_output=True, **dict.fromkeys(self.switches, True)),  # type: ignore[arg-type]
+            Eagle3Config(steps=STEPS, train_output=True, **on),
             shape,
             range(self.layers),
             DraftVocab(DRAFT_IDS, V),
@@ -272,10 +273,12 @@ def test_an_activation_that_no_engine_runs_is_refused() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_a_fresh_head_has_the_attention_that_was_asked_for_and_no_biases(target: LowBitTarget, model_type: str) -> None:
+def test_a_fresh_head_has_the_attention_that_was_asked_for_and_no_biases(
+    target: LowBitTarget, model_type: Literal["llama", "qwen3"]
+) -> None:
     assert not LayerShape.of_target(LlamaConfig(attention_bias=True)).attention_bias
     assert not Eagle3Head.from_target(Eagle3Config(), target, DraftVocab.full(target.vocab_size)).shape.qk_norm
-    config = Eagle3Config(attention=model_type)  # type: ignore[arg-type]
+    config = Eagle3Config(attention=model_type)
     head = Eagle3Head.from_target(config, target, DraftVocab.full(target.vocab_size))
     named = {name for name, _ in head.named_parameters()}
     assert ("layers.0.self_attn.q_norm.weight" in named) == (model_type == "qwen3")
@@ -286,7 +289,8 @@ def test_a_fresh_head_has_the_attention_that_was_asked_for_and_no_biases(target:
 def test_a_fresh_head_reads_every_captured_layer_at_about_the_same_size(
     target: LowBitTarget, switch: str | None
 ) -> None:
-    config = Eagle3Config(capture_layers=(0, 4, 7), **({switch: True} if switch else {}))  # type: ignore[arg-type]
+    on: dict[str, Any] = {switch: True} if switch else {}
+    config = Eagle3Config(capture_layers=(0, 4, 7), **on)
     head = Eagle3Head.from_target(config, target, DraftVocab.full(target.vocab_size))
     tokens = torch.randint(0, 256, (4, 24), generator=torch.Generator().manual_seed(3))
     captured = target.states(tokens, capture=head.capture_layers).captured
