@@ -22,7 +22,7 @@ from bitdraft.data.sources import demo_file, read_conversations
 from bitdraft.train.environment import RunFailed, machine_facts, read_environment, stop_cleanly
 from bitdraft.train.serving.check import How, measure_engine, measure_here, needed_context, numbers, verdict
 from bitdraft.train.serving.engine import EngineSpec, engine_versions
-from bitdraft.train.serving.pair import METHODS, find_pair, label, reading
+from bitdraft.train.serving.pair import find_pair, label, reading
 from bitdraft.train.serving.record import add_row, check_place
 
 
@@ -92,7 +92,7 @@ def main(options: Options) -> None:
         context=needed_context(ours.prompts, how),
         sequences=options.batch,
         head=pair.head,
-        method=METHODS[ours.kind],
+        method=ours.kind,
         draft_length=options.draft_length,
         emulate_nvfp4=options.emulate_nvfp4,
     )

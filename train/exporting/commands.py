@@ -12,10 +12,15 @@ speculative_config:
   eagle3_layers_to_capture: [{layers}]"""
 
 
+def vllm_speculation(head: str, kind: str, draft_length: int) -> list[str]:
+    """vLLM's option that drafts with ``head``; it calls the kinds of heads as we do."""
+    drafts = {"model": head, "method": kind, "num_speculative_tokens": draft_length}
+    return ["--speculative-config", json.dumps(drafts)]
+
+
 def vllm_command(target: str, head: str, kind: str, draft_length: int) -> list[str]:
     """``vllm serve`` with the head beside the target."""
-    speculation = {"model": head, "method": kind, "num_speculative_tokens": draft_length}
-    return ["vllm", "serve", target, "--speculative-config", json.dumps(speculation)]
+    return ["vllm", "serve", target, *vllm_speculation(head, kind, draft_length)]
 
 
 def sglang_command(target: str, head: str, draft_length: int) -> list[str]:

@@ -35,7 +35,7 @@ from bitdraft.train.serving.counters import (
     unaccounted,
 )
 from bitdraft.train.serving.engine import EngineSpec, running
-from bitdraft.train.serving.pair import METHODS, Pair, fingerprint_of_head, served_on
+from bitdraft.train.serving.pair import Pair, fingerprint_of_head, served_on
 
 _NAMED = 3
 
@@ -89,8 +89,6 @@ def measure_here(pair: Pair, conversations: Sequence[Conversation], quant: str, 
     tokenizer = load_tokenizer(pair.target)
     target = load_target(pair.target, recipe, dtype=getattr(torch, how.dtype))
     head = load_head(pair.head, target)
-    if head.kind not in METHODS:
-        raise ValueError(f"{pair.head}: vLLM drafts with no {head.kind} head (it knows {', '.join(METHODS)})")
     prompts = [prompt_ids(tokenizer, c.opening.messages) for c in conversations]
     _check_room(conversations, prompts, target.context_length, how)
     end_ids = end_of_turn_ids(target.model, tokenizer)

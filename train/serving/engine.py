@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bitdraft.train.exporting.commands import vllm_speculation
 from bitdraft.train.serving.client import is_healthy
 from bitdraft.train.serving.nvfp4 import plugin_written
 from bitdraft.train.serving.signals import ended_like_ctrl_c
@@ -70,8 +71,7 @@ class EngineSpec:
         given = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "target", "--enforce-eager"]
         given += ["--dtype", self.dtype, "--max-model-len", str(self.context), "--max-num-seqs", str(self.sequences)]
         if self.head is not None:
-            drafts = {"model": str(self.head), "method": self.method, "num_speculative_tokens": self.draft_length}
-            given += ["--speculative-config", json.dumps(drafts)]
+            given += vllm_speculation(str(self.head), self.method, self.draft_length)
         return ["-m", "vllm.entrypoints.openai.api_server", "--model", self.target, *given]
 
 

