@@ -6,7 +6,7 @@ shapes, maps, values that are not finite, and heads that one of the layout's eng
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,39 +38,29 @@ _E8M0_NAN = 255
 
 
 def export_head(
-    head: DraftHead, target: LowBitTarget, path: Path, *, draft_length: int, layout: str | None = None
-) -> None:
-    """Write ``path``, whole or not at all (replaced as a whole if it exists), with its manifest.
-
-    ``draft_length``: what the engine drafts by default. Raises ``ValueError`` as ``write_head`` does.
-    """
-    with folder_written_atomically(path) as fresh:
-        write_head(head, target, fresh, draft_length=draft_length, layout=layout)
-        write_manifest(fresh)
-
-
-def write_head(
     head: DraftHead,
     target: LowBitTarget,
-    folder: Path,
+    path: Path,
     *,
     draft_length: int,
     layout: str | None = None,
     facts: Mapping[str, Any] | None = None,
+    check: Callable[[Path], object] = lambda written: None,
 ) -> None:
-    """Write weights and config.json into ``folder``, which exists.
+    """Write ``path``, whole or not at all (replaced as a whole if it exists), with its manifest.
 
-    ``facts``: what else the block ``bitdraft`` of config.json says, or says otherwise than the target does (the recipe
-    that the head was trained on). Raises ``ValueError`` for a layout that does not hold the head, naming those that do;
-    for another target than the head's, weights that are not finite and maps that are wrong; ``OSError`` where writing
-    fails.
+    ``check`` looks at the written files before they take their place, and raises what keeps them from it. The rest as
+    in ``write_head``. Raises ``ValueError`` for another target than the head's.
     """
     head.fits(target)
-    write_head_for(head, TargetFacts.of(target), folder, draft_length=draft_length, layout=layout, facts=facts)
+    with folder_written_atomically(path) as fresh:
+        write_head(head, TargetFacts.of(target), fresh, draft_length=draft_length, layout=layout, facts=facts)
+        check(fresh)
+        write_manifest(fresh)
 
 
 @torch.no_grad()
-def write_head_for(
+def write_head(
     head: DraftHead,
     target: TargetFacts,
     folder: Path,
@@ -79,7 +69,13 @@ def write_head_for(
     layout: str | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """``write_head`` for a target that need not be loaded."""
+    """Write weights and config.json into ``folder``, which exists, for a target that need not be loaded.
+
+    ``draft_length``: what the engine drafts by default. ``facts``: what else the block ``bitdraft`` of config.json
+    says, or says otherwise than the target does (the recipe that the head was trained on). Raises ``ValueError`` for a
+    layout that does not hold the head, naming those that do, for weights that are not finite and maps that are wrong;
+    ``OSError`` where writing fails.
+    """
     chosen = layout_of(head, layout)
     chosen.check(head)
     weights = {name: t.cpu().contiguous() for name, t in chosen.tensors(head).items()}

@@ -23,7 +23,7 @@ from bitdraft.quant.files import folder_written_atomically, write_text_atomicall
 from bitdraft.quant.rotation import ORIGINAL
 from bitdraft.speculators.eagle3 import Eagle3Config, Eagle3Head
 from bitdraft.speculators.eagle3_layer import LayerShape
-from bitdraft.speculators.export import LAYOUTS, write_head_for, write_manifest
+from bitdraft.speculators.export import LAYOUTS, write_head, write_manifest
 from bitdraft.speculators.formats.facts import TargetFacts
 from bitdraft.speculators.vocab import DraftVocab
 from bitdraft.train.environment import RunFailed, machine_facts, stop_cleanly
@@ -127,7 +127,7 @@ def measured(head: Eagle3Head, target: TargetFacts, layout: str, where: Path | N
         Path("/proc/self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
         before, start = resident("VmRSS"), time.perf_counter()
         with folder_written_atomically(Path(folder) / "head") as fresh:
-            write_head_for(head, target, fresh, draft_length=3, layout=layout)
+            write_head(head, target, fresh, draft_length=3, layout=layout)
             write_manifest(fresh)
         seconds, peak = time.perf_counter() - start, resident("VmHWM")
         written = sum(p.stat().st_size for p in (Path(folder) / "head").iterdir())

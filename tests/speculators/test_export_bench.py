@@ -40,12 +40,12 @@ def test_every_eagle3_format_is_measured(bench: ModuleType, tmp_path: Path) -> N
 
 
 def test_memory_that_is_taken_is_counted(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = bench.write_head_for
+    write = bench.write_head
 
     def wasteful(*arguments: object, **options: object) -> None:
         bytearray(1 << 28)[:: 1 << 12] = b"x" * (1 << 16)  # every page of a quarter GiB
         write(*arguments, **options)
 
-    monkeypatch.setattr(bench, "write_head_for", wasteful)
+    monkeypatch.setattr(bench, "write_head", wasteful)
     with pytest.raises(RunFailed, match=r"eagle3-speculators: over the limits of 60\.0 s and 0\.2 GiB"):
         bench.main(bench.Options(**SMALL, **SMALLER, folder=tmp_path, most_gib=0.2))

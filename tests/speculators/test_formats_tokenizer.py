@@ -16,7 +16,7 @@ from bitdraft.quant.fingerprint import tokenizer_fingerprint
 from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import LowBitTarget, load_target, load_tokenizer
 from bitdraft.speculators.base import DraftHead
-from bitdraft.speculators.export import export_head, write_head, write_head_for
+from bitdraft.speculators.export import export_head, write_head
 from bitdraft.speculators.formats.facts import TargetFacts, tokenizer_of
 from bitdraft.speculators.load import load_head, recipe_of_head
 
@@ -132,7 +132,7 @@ def test_files_may_call_the_target_otherwise_than_it_was_loaded(
 ) -> None:
     target = load(folder)
     served = replace(TargetFacts.of(target), name="somebody/a-name-on-a-hub")
-    write_head_for(make_head_for("eagle3", target), served, tmp_path, draft_length=2)
+    write_head(make_head_for("eagle3", target), served, tmp_path, draft_length=2)
     load_head(tmp_path, target)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert config["speculators_config"]["verifier"]["name_or_path"] == "somebody/a-name-on-a-hub"
@@ -150,7 +150,7 @@ def test_facts_add_to_what_an_export_says_but_not_against_its_files(
         "format": "wrong",
         "residual_basis": "w",
     }
-    write_head(make_head_for("eagle3", target), target, tmp_path, draft_length=2, facts=told)
+    write_head(make_head_for("eagle3", target), TargetFacts.of(target), tmp_path, draft_length=2, facts=told)
     said = recipe_of_head(tmp_path)
     assert (said["recipe"], said["data_fingerprint"]) == ("mxfp4", "1234")
     assert (said["format"], said["residual_basis"]) == ("eagle3-speculators", "original")

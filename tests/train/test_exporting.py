@@ -17,14 +17,14 @@ from torch import Tensor
 from bitdraft.quant.files import sha256_of
 from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.rotation import random_rotation, rotate_residual
-from bitdraft.quant.target import LowBitTarget, load_target
-from bitdraft.speculators.export import LAYOUTS, export_head, write_head, write_head_for
+from bitdraft.quant.target import load_target
+from bitdraft.speculators import export as writing
+from bitdraft.speculators.export import LAYOUTS, export_head, write_head
 from bitdraft.speculators.formats.facts import TargetFacts
 from bitdraft.speculators.load import load_head, recipe_of_head
 from bitdraft.speculators.metrics import Acceptance, total
 from bitdraft.train.config import RunConfig
 from bitdraft.train.environment import Environment, RunFailed
-from bitdraft.train.exporting import checked
 from bitdraft.train.exporting import export as exporting
 from bitdraft.train.exporting.card import license_of
 from bitdraft.train.exporting.checked import refuse_if_worse
@@ -243,10 +243,10 @@ def test_no_faulty_export_leaves_the_house(
     leave_export(config.out)
 
     def write_wrongly(head: Any, target: TargetFacts, folder: Path, **told: Any) -> None:
-        write_head_for(head, target, folder, **told)
+        write_head(head, target, folder, **told)
         spoil(folder, fault)
 
-    monkeypatch.setattr(exporting, "write_head_for", write_wrongly)
+    monkeypatch.setattr(exporting, "write_head", write_wrongly)
     with pytest.raises((RunFailed, ValueError)):
         export(config, environment)
     assert {p.name for p in config.out.iterdir()} == {"old", "manifest.json"}
@@ -260,10 +260,10 @@ def test_the_spoiling_itself_is_no_fault(
     config = configure("eagle3")
 
     def write_again(head: Any, target: TargetFacts, folder: Path, **told: Any) -> None:
-        write_head_for(head, target, folder, **told)
+        write_head(head, target, folder, **told)
         spoil(folder, lambda config, weights: None)
 
-    monkeypatch.setattr(exporting, "write_head_for", write_again)
+    monkeypatch.setattr(exporting, "write_head", write_again)
     export(config, environment)
 
 
@@ -336,11 +336,11 @@ def test_a_training_run_does_not_leave_a_faulty_export(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def write_wrongly(head: Any, target: LowBitTarget, folder: Path, **told: Any) -> None:
+    def write_wrongly(head: Any, target: TargetFacts, folder: Path, **told: Any) -> None:
         write_head(head, target, folder, **told)
         spoil(folder, swapped_norms)
 
-    monkeypatch.setattr(checked, "write_head", write_wrongly)
+    monkeypatch.setattr(writing, "write_head", write_wrongly)
     with pytest.raises(RunFailed, match="do not draft what the head drafts"):
         run(make_config(tmp_path / "run", target=str(calm_folder)), environment)
     assert not (tmp_path / "run" / "export").exists()

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from bitdraft.data.chat import prompt_ids
-from bitdraft.quant.files import folder_written_atomically
 from bitdraft.quant.target import LowBitTarget
 from bitdraft.speculators.base import DraftContext, DraftHead
 from bitdraft.speculators.drafting import DraftPlan
-from bitdraft.speculators.export import write_head, write_manifest
+from bitdraft.speculators.export import export_head
 from bitdraft.speculators.load import load_head
 from bitdraft.speculators.metrics import Acceptance
 from bitdraft.train.environment import RunFailed
@@ -49,14 +48,15 @@ def export_checked(
     """Write a trained head to ``path``, whole and tried on some of ``prompts``, or not at all.
 
     ``head`` keeps the rounded weights of the files. ``facts``: what the files say of the training. Raises as
-    ``write_head`` and ``check_written`` do.
+    ``export_head`` and ``check_written`` do.
     """
     as_written(head, target)
-    with folder_written_atomically(path) as fresh:
-        write_head(head, target, fresh, draft_length=draft_length, facts=facts)
-        plan = DraftPlan(length=draft_length)
-        check_written(head, target, fresh, tokenizer, prompts.first(TRIED_PROMPTS), plan, TRIED, least=LEAST)
-        write_manifest(fresh)
+    few, plan = prompts.first(TRIED_PROMPTS), DraftPlan(length=draft_length)
+
+    def check(written: Path) -> None:
+        check_written(head, target, written, tokenizer, few, plan, TRIED, least=LEAST)
+
+    export_head(head, target, path, draft_length=draft_length, facts=facts, check=check)
 
 
 def as_written(head: DraftHead, target: LowBitTarget) -> DraftHead:
