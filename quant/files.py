@@ -26,6 +26,12 @@ def write_text_atomically(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def check_free(out: Path, overwrite: bool) -> None:
+    """``ValueError`` if ``--out`` exists and is not a folder that may be replaced."""
+    if out.exists() and not (overwrite and out.is_dir()):
+        raise ValueError(f"{out} exists: choose another --out{', or add --overwrite' if out.is_dir() else ''}")
+
+
 @contextmanager
 def folder_written_atomically(path: Path) -> Iterator[Path]:
     """A temporary folder that becomes ``path`` when the block ends well, and vanishes when it does not.

@@ -76,7 +76,7 @@ def write_head(
     layout that does not hold the head, naming those that do, for weights that are not finite and maps that are wrong;
     ``OSError`` where writing fails.
     """
-    chosen = layout_of(head, layout)
+    chosen = layout_of(head.kind, layout)
     chosen.check(head)
     weights = {name: t.cpu().contiguous() for name, t in chosen.tensors(head).items()}
     _check_weights(weights, chosen.shapes(head), head)
@@ -101,13 +101,13 @@ def write_manifest(folder: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps({"sha256": sums}, indent=2) + "\n", encoding="utf-8")
 
 
-def layout_of(head: DraftHead, name: str | None) -> Any:
-    """The layout of that name, by default vLLM's; ``ValueError`` naming those that hold a head of its kind."""
-    fitting = [layout.NAME for layout in LAYOUTS.values() if head.kind == layout.KIND]
-    chosen = name or DEFAULT_LAYOUT[head.kind]
+def layout_of(kind: str, name: str | None) -> Any:
+    """The layout of that name, by default vLLM's; ``ValueError`` naming those that hold a head of that kind."""
+    fitting = [layout.NAME for layout in LAYOUTS.values() if kind == layout.KIND]
+    chosen = name or DEFAULT_LAYOUT[kind]
     if chosen not in fitting:
         what = "is for another kind of head" if chosen in LAYOUTS else "is not known"
-        raise ValueError(f"the format {chosen} {what}: {head.kind} heads are written as {' or '.join(fitting)}")
+        raise ValueError(f"the format {chosen} {what}: {kind} heads are written as {' or '.join(fitting)}")
     return LAYOUTS[chosen]
 
 

@@ -25,7 +25,7 @@ from bitdraft.quant.checkpoints.read import method_of, quantization_of
 from bitdraft.quant.checkpoints.tensors import TensorFiles, model_folder, save_tensors
 from bitdraft.quant.codes import Encoded, e8m0_bytes
 from bitdraft.quant.experts import RoutedExperts, StoredExpert, expert_projections, experts_around, stored_expert
-from bitdraft.quant.files import folder_written_atomically
+from bitdraft.quant.files import check_free, folder_written_atomically
 from bitdraft.quant.fingerprint import digest_of
 from bitdraft.quant.loading import load_model, placed, placed_text, read_config
 from bitdraft.quant.pack import to_compressed_tensors
@@ -68,8 +68,7 @@ def write_quantized(
     with more than weights or with weights that ``dtype`` cannot hold, and experts that the source keeps in one tensor.
     """
     (check_can_bake if baked else check_has_layout)(recipe)
-    if out.exists() and (not overwrite or not out.is_dir()):
-        raise ValueError(f"{out} exists: choose another --out" + (", or add --overwrite" if out.is_dir() else ""))
+    check_free(out, overwrite)
     config = read_config(target, trust_remote_code)
     if (declared := quantization_of(config, target)) is not None:
         raise ValueError(f"target {target!r} is already quantized ({method_of(declared)}): give its 16-bit checkpoint")

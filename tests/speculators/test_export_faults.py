@@ -150,7 +150,7 @@ def test_a_head_for_another_target_is_not_written(
 
 def test_a_layout_is_chosen_by_the_kind_of_head(make_head: Make) -> None:
     def of(kind: str, name: str | None = None) -> ModuleType:
-        chosen: ModuleType = layout_of(make_head(kind), name)
+        chosen: ModuleType = layout_of(make_head(kind).kind, name)
         return chosen
 
     assert of("eagle3") is LAYOUTS["eagle3-speculators"]

@@ -48,7 +48,7 @@ def export(config: ExportConfig, environment: Environment) -> None:
             quant = write_target(request, source, tokenizer, fresh / "target")  # the head is tried on these very bytes
         target = _target(request, str(fresh / "target") if config.with_target else source, quant, tokenizer)
         head = _head(request, target, tokenizer)
-        layout = layout_of(head, config.format)
+        layout = layout_of(head.kind, config.format)
         name = config.served_as or str(config.out / "target" if config.with_target else source)
         write_head(
             head,

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from bitdraft.data.sources import demo_file, read_conversations
+from bitdraft.quant.files import check_free
 from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.profiles import load_recipe_for
-from bitdraft.speculators.export import LAYOUTS, MANIFEST
+from bitdraft.speculators.export import LAYOUTS, MANIFEST, layout_of
 from bitdraft.speculators.load import recipe_of_head
 from bitdraft.train.exporting.card import ROW_KEYS, Row
 from bitdraft.train.exporting.config import ExportConfig
@@ -47,9 +48,8 @@ def checked_request(config: ExportConfig) -> Request:
     _check_out(config)
     trained = recipe_of_head(config.head)
     kind = getattr(LAYOUTS.get(str(trained.get("format"))), "KIND", None)
-    if config.format and kind and kind != LAYOUTS[config.format].KIND:
-        fitting = " or ".join(name for name, layout in LAYOUTS.items() if kind == layout.KIND)
-        raise ValueError(f"--format {config.format} is for another kind of head: {kind} heads are written as {fitting}")
+    if kind:  # of a head that others have published it shows when it is loaded
+        layout_of(kind, config.format)
     if config.head_quant:
         load_recipe(config.head_quant)
     quant, profile = _served(config, trained)
@@ -62,8 +62,7 @@ def checked_request(config: ExportConfig) -> Request:
 
 def _check_out(config: ExportConfig) -> None:
     out = config.out
-    if out.exists() and not (config.overwrite and out.is_dir()):
-        raise ValueError(f"{out} exists: choose another --out{', or add --overwrite' if out.is_dir() else ''}")
+    check_free(out, config.overwrite)
     if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST).is_file():
         raise ValueError(f"{out} holds no export ({MANIFEST} is missing), so it is not replaced: choose another --out")
     read = {
