@@ -1,12 +1,12 @@
 """Exports: what engines find in them, and what comes back."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from published_heads import config_of
 from safetensors.torch import load_file
 
 from bitdraft.quant.target import LowBitTarget
@@ -21,12 +21,6 @@ H, V, D, INTERMEDIATE, QUERIES, SHARED = 64, 320, 96, 128, 4 * 16, 2 * 16
 KINDS = ["eagle3", "eagle3 full", "eagle3 four layers", "medusa", "medusa own"]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 Make = Callable[[str], DraftHead]
-
-
-def config_of(path: Path) -> dict[str, Any]:
-    content = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    assert isinstance(content, dict)
-    return content
 
 
 def expected_tensors(kind: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

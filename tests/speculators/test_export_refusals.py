@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from published_heads import config_of
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny_target
 from torch import Tensor
@@ -22,12 +23,6 @@ H, V = 64, 320
 KINDS = ["eagle3", "eagle3 full", "eagle3 four layers", "medusa", "medusa own"]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 Make = Callable[[str], DraftHead]
-
-
-def config_of(path: Path) -> dict[str, Any]:
-    content = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    assert isinstance(content, dict)
-    return content
 
 
 @pytest.mark.parametrize("change", [{"hidden_size": 96, "head_dim": 24}, {"vocab_size": 352}], ids=["hidden", "vocab"])

@@ -4,13 +4,13 @@ vLLM 0.32 (``gpu_model_runner``, ``llama_eagle3``), SGLang 0.5.23 (``llama_eagle
 TensorRT-LLM (``modeling_speculative``).
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from published_heads import config_of
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
@@ -24,12 +24,6 @@ from bitdraft.speculators.low_bit import quantize_head
 Export = Callable[..., Path]
 Make = Callable[[str], DraftHead]
 ORIGINAL = "eagle3-original"
-
-
-def read(folder: Path) -> dict[str, Any]:
-    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    assert isinstance(content, dict)
-    return content
 
 
 def vllm_layers(config: dict[str, Any]) -> list[int]:
@@ -46,7 +40,7 @@ def sglang_layers(config: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle3 four layers"])
 def test_engines_capture_the_layers_that_the_head_was_trained_on(exported: Export, make_head: Make, kind: str) -> None:
-    config, layers = read(exported(kind, ORIGINAL)), list(make_head(kind).capture_layers)
+    config, layers = config_of(exported(kind, ORIGINAL)), list(make_head(kind).capture_layers)
     assert vllm_layers(config) == layers
     assert sglang_layers(config) == layers
     assert config["num_aux_hidden_states"] == len(layers)
@@ -55,7 +49,7 @@ def test_engines_capture_the_layers_that_the_head_was_trained_on(exported: Expor
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle3 norm_before_fc", "eagle3 fc_norm", "eagle3 norm_output"])
 def test_engines_find_the_switches_where_they_look(exported: Export, make_head: Make, kind: str) -> None:
-    config, head = read(exported(kind, ORIGINAL)), make_head(kind)
+    config, head = config_of(exported(kind, ORIGINAL)), make_head(kind)
     assert isinstance(head, Eagle3Head)
     nested = config["eagle_config"]
     assert config["norm_before_residual"] is False
@@ -87,7 +81,7 @@ def test_both_spellings_of_the_rotation_say_the_same(
     assert isinstance(head, Eagle3Head)
     object.__setattr__(head.shape, "rope_parameters", rotation)
     export_head(head, rounded, tmp_path / "head", draft_length=2, layout=ORIGINAL)
-    config = read(tmp_path / "head")
+    config = config_of(tmp_path / "head")
     old = {name: config[name] for name in ("rope_theta", "rope_scaling", "max_position_embeddings")}
     assert "rope_theta" not in (old["rope_scaling"] or {}), "transformers 4 does not know it there"
     old_engine: Any = AutoConfig.for_model("llama", **old)  # transformers turns the old spelling into the new one
@@ -95,7 +89,7 @@ def test_both_spellings_of_the_rotation_say_the_same(
 
 
 def test_the_original_config_leaves_nothing_to_a_default(exported: Export, rounded: LowBitTarget) -> None:
-    config = read(exported("eagle3", ORIGINAL))
+    config = config_of(exported("eagle3", ORIGINAL))
     expected = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -226,7 +220,7 @@ def test_vllm_finds_the_same_heads_in_both_medusa_layouts(
 @pytest.mark.parametrize("kind", ["medusa", "medusa own"])
 def test_vllms_reader_of_medusa_settings_finds_how_many_heads_and_blocks_there_are(exported: Export, kind: str) -> None:
     """It renames every key with "num" and "heads" to num_heads, and likewise for layers."""
-    config = read(exported(kind, "medusa-original"))
+    config = config_of(exported(kind, "medusa-original"))
     heads = {k: v for k, v in config.items() if "num" in k and "heads" in k}
     blocks = {k: v for k, v in config.items() if "num" in k and "heads" not in k and "layers" in k}
     assert heads == {"medusa_num_heads": 3 if kind == "medusa" else 2}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from published_heads import Change, rewrite
 from tiny import save_tiny_target
 from torch import Tensor
 
@@ -156,9 +156,6 @@ def test_a_head_in_low_bit_leaves_as_it_drafts(configure: Configure, environment
         export(configure("medusa", head_quant="fp8", out=config.out.with_name("medusa")), environment)
 
 
-Fault = Callable[[dict[str, Any], dict[str, Tensor]], None]
-
-
 def other_layers(config: dict[str, Any], _weights: dict[str, Tensor]) -> None:
     config["eagle_aux_hidden_state_layer_ids"] = [k - 1 for k in config["eagle_aux_hidden_state_layer_ids"]]
 
@@ -205,7 +202,7 @@ def wrong_scale(_config: dict[str, Any], weights: dict[str, Tensor]) -> None:
     weights["layers.0.mlp.up_proj.weight_scale"] = torch.ones_like(weights["layers.0.mlp.up_proj.weight_scale"])
 
 
-PLAIN_FAULTS: list[Fault] = [
+PLAIN_FAULTS: list[Change] = [
     other_layers,
     shifted_maps,
     missing_map,
@@ -215,7 +212,7 @@ PLAIN_FAULTS: list[Fault] = [
     other_epsilon,
     swapped_norms,
 ]
-LOW_BIT_FAULTS: list[Fault] = [missing_scale, wrong_scale]
+LOW_BIT_FAULTS: list[Change] = [missing_scale, wrong_scale]
 
 
 def leave_export(folder: Path) -> None:
@@ -225,18 +222,9 @@ def leave_export(folder: Path) -> None:
     (folder / "manifest.json").write_text("{}", encoding="utf-8")
 
 
-def spoil(folder: Path, fault: Fault) -> None:
-    """Write the files of a head anew, with the fault in them."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    weights = load_file(folder / "model.safetensors")
-    fault(config, weights)
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 @pytest.mark.parametrize("fault", [*PLAIN_FAULTS, *LOW_BIT_FAULTS], ids=lambda fault: fault.__name__)
 def test_no_faulty_export_leaves_the_house(
-    configure: Configure, environment: Environment, monkeypatch: pytest.MonkeyPatch, fault: Fault
+    configure: Configure, environment: Environment, monkeypatch: pytest.MonkeyPatch, fault: Change
 ) -> None:
     """As if the writer were wrong: whatever it is, nothing is left behind, and what was there before stays."""
     config = configure("eagle3", head_quant="fp8" if fault in LOW_BIT_FAULTS else None, overwrite=True)
@@ -244,7 +232,7 @@ def test_no_faulty_export_leaves_the_house(
 
     def write_wrongly(head: Any, target: TargetFacts, folder: Path, **told: Any) -> None:
         write_head(head, target, folder, **told)
-        spoil(folder, fault)
+        rewrite(folder, fault)
 
     monkeypatch.setattr(exporting, "write_head", write_wrongly)
     with pytest.raises((RunFailed, ValueError)):
@@ -261,7 +249,7 @@ def test_the_spoiling_itself_is_no_fault(
 
     def write_again(head: Any, target: TargetFacts, folder: Path, **told: Any) -> None:
         write_head(head, target, folder, **told)
-        spoil(folder, lambda config, weights: None)
+        rewrite(folder, lambda config, weights: None)
 
     monkeypatch.setattr(exporting, "write_head", write_again)
     export(config, environment)
@@ -286,17 +274,17 @@ def noisy_output(_config: dict[str, Any], weights: dict[str, Tensor]) -> None:
     weights["lm_head.weight"] = (output + 2.0 * output.std() * noise).to(torch.bfloat16)
 
 
-def publish(config: ExportConfig, folder: Path, fault: Fault) -> ExportConfig:
+def publish(config: ExportConfig, folder: Path, fault: Change) -> ExportConfig:
     """The export of a head that somebody else has published, faults and all: a faithful copy of it is no better."""
     shutil.copytree(config.head, folder)
     (folder / "manifest.json").unlink()
-    spoil(folder, fault)
+    rewrite(folder, fault)
     return replace(config, head=folder)
 
 
 @pytest.mark.parametrize("fault", [negated, lying_map])
 def test_a_head_of_which_next_to_nothing_is_accepted_is_refused(
-    configure: Configure, environment: Environment, tmp_path: Path, fault: Fault
+    configure: Configure, environment: Environment, tmp_path: Path, fault: Change
 ) -> None:
     config = publish(configure("eagle3"), tmp_path / "published", fault)
     with pytest.raises(
@@ -338,7 +326,7 @@ def test_a_training_run_does_not_leave_a_faulty_export(
 ) -> None:
     def write_wrongly(head: Any, target: TargetFacts, folder: Path, **told: Any) -> None:
         write_head(head, target, folder, **told)
-        spoil(folder, swapped_norms)
+        rewrite(folder, swapped_norms)
 
     monkeypatch.setattr(writing, "write_head", write_wrongly)
     with pytest.raises(RunFailed, match="do not draft what the head drafts"):
