@@ -26,7 +26,7 @@ from bitdraft.speculators.eagle3_layer import LayerShape
 from bitdraft.speculators.export import LAYOUTS, write_head, write_manifest
 from bitdraft.speculators.formats.facts import TargetFacts
 from bitdraft.speculators.vocab import DraftVocab
-from bitdraft.train.environment import RunFailed, machine_facts, stop_cleanly
+from bitdraft.train.environment import RunFailed, give_memory_back, machine_facts, stop_cleanly
 
 _RESET_PEAK = "5"  # written to clear_refs, sets the largest resident size to the present one (proc(5))
 
@@ -124,6 +124,7 @@ def facts() -> TargetFacts:
 def measured(head: Eagle3Head, target: TargetFacts, layout: str, where: Path | None) -> dict[str, Any]:
     """Seconds, memory and bytes of one export, with manifest and flushed to the disk."""
     with tempfile.TemporaryDirectory(dir=where) as folder:
+        give_memory_back()  # what earlier work has left would be freed on the way and hide as much of the peak
         Path("/proc/self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
         before, start = resident("VmRSS"), time.perf_counter()
         with folder_written_atomically(Path(folder) / "head") as fresh:
