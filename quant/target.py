@@ -187,6 +187,10 @@ class LowBitTarget:
         cache.keep_rows(torch.cat(order).argsort())
         return found
 
+    def trainable_states(self, input_ids: Tensor, capture: Sequence[int] = ()) -> TargetStates:
+        """``states`` of whole sequences, differentiable by the adapters that somebody has put into the model."""
+        return self._run(input_ids, capture, use_cache=False)
+
     def _through(self, cache: SlotCache, positions: Tensor, mask: Tensor) -> dict[str, Any]:
         """What the decoder is told in the pass that ``cache`` has begun."""
         additive = self.dtype if self.config._attn_implementation == "eager" else None
@@ -206,10 +210,10 @@ class LowBitTarget:
             for handle in handles:
                 handle.remove()
             self.applied.forget()
-        captured = (
-            torch.stack([streams[k] for k in capture], dim=2) if capture else last.new_empty(*last.shape[:2], 0, 0)
-        )
-        return TargetStates(captured.to(self.dtype), last.to(self.dtype))  # residual streams may be fp32 (Mamba-2)
+        kept = [streams[k].to(self.device) for k in capture]  # layers may lie on several devices
+        captured = torch.stack(kept, dim=2) if capture else last.new_empty(*last.shape[:2], 0, 0)
+        # Residual streams may be fp32 (Mamba-2).
+        return TargetStates(captured.to(self.dtype), last.to(self.device, self.dtype))
 
     def logits(self, last_hidden: Tensor) -> Tensor:
         """``[..., H]`` → ``[..., V]`` in the target's dtype, with the architecture's own soft cap or scale."""

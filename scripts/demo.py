@@ -30,7 +30,14 @@ from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import LowBitTarget, load_target, load_tokenizer
 from bitdraft.speculators.eagle3 import Eagle3Config
 from bitdraft.speculators.medusa import MedusaConfig
-from bitdraft.train.config import AcceptanceConfig, AnswersConfig, CheckpointConfig, OptimConfig, RunConfig
+from bitdraft.train.config import (
+    AcceptanceConfig,
+    AnswersConfig,
+    CheckpointConfig,
+    OptimConfig,
+    RunConfig,
+    SelectionConfig,
+)
 from bitdraft.train.environment import default_dtype, give_memory_back, read_environment, stop_cleanly
 from bitdraft.train.measuring.config import MeasureConfig
 from bitdraft.train.measuring.drafters import DrafterSpec
@@ -161,6 +168,7 @@ def _run_config(options: Options, arm: Arm) -> RunConfig:
         eagle3=Eagle3Config(steps=max(options.measured.draft_lengths), draft_vocab_size=options.draft_vocab_size),
         medusa=MedusaConfig(heads=max(options.measured.draft_lengths)),
         optim=options.eagle3 if arm.kind == "eagle3" else options.medusa,
+        selection=SelectionConfig(every=0),  # the arms are compared after as many steps each
         checkpoint=CheckpointConfig(every=50),
         acceptance=AcceptanceConfig(draft_lengths=()),
     )

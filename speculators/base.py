@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from bitdraft.quant.attention.kv_cache import SlotCache
 from bitdraft.quant.target import LowBitTarget, TargetStates
+from bitdraft.speculators.documents import Documents
 from bitdraft.speculators.drafting import DraftPlan, build_tree
 from bitdraft.speculators.tree import DraftTree
 from bitdraft.speculators.vocab import DraftVocab
@@ -60,7 +61,8 @@ class DraftContext:
 
 
 StartBatches = Iterable[tuple[TargetStates, Tensor, Tensor]]
-"""Target states, tokens ``[B, T]`` and the mask ``[B, T]`` of positions whose prediction is supervised."""
+"""Packed target states, tokens ``[N]`` and the mask ``[N]`` of positions whose prediction is supervised; never of a
+document's first token, which no row goes before."""
 
 
 class DraftState(ABC):
@@ -108,6 +110,10 @@ class DraftHead(nn.Module, Drafter):
     config: Any
     vocab: DraftVocab
     target_hidden_size: int
+    recompute: bool = False
+    """Whether training computes activations again in the backward pass instead of keeping them."""
+    compiled: bool = False
+    """Whether training compiles what it can; drafting never does."""
 
     @classmethod
     @abstractmethod
@@ -117,17 +123,19 @@ class DraftHead(nn.Module, Drafter):
     def start_from(self, batches: StartBatches) -> None:
         """Set fresh weights from data before the first step, if the head has a way to."""
 
+    @property
     @abstractmethod
-    def training_outputs(self, states: TargetStates, tokens: Tensor, rows: Tensor) -> Tensor:
-        """``[K, B, R, H]``: for every step and wanted row, the vector that ``output_weight`` turns into logits.
+    def draft_steps(self) -> int:
+        """K: how many tokens ahead the head is trained to draft."""
 
-        ``tokens``: ``[B, T]``. ``rows``: ``[B, R]`` positions at which drafting begins. Where a step's input would lie
-        beyond the sequence the numbers have no meaning.
+    @abstractmethod
+    def training_outputs(self, states: TargetStates, tokens: Tensor, documents: Documents) -> Tensor:
+        """``[K, R, H]``: for every step and drafting row, the vector that ``output_weight`` turns into logits; ``H`` is
+        whatever that takes.
+
+        ``states`` and ``tokens`` are packed: ``[N, A, H]``, ``[N, H]`` and ``[N]``. Where a step's input would lie
+        beyond its document the numbers have no meaning.
         """
-
-    def forward(self, states: TargetStates, tokens: Tensor, rows: Tensor) -> Tensor:
-        """``training_outputs``, under the name that DDP and FSDP wrap."""
-        return self.training_outputs(states, tokens, rows)
 
     @property
     @abstractmethod
@@ -155,6 +163,10 @@ class DraftHead(nn.Module, Drafter):
         self.to(device)
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
+        return self
+
+    def multiplied_out(self) -> "DraftHead":
+        """As files hold it, in place: a weight that is trained in factors becomes their product."""
         return self
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:

@@ -14,21 +14,26 @@ Training-time test: step ``k`` at row ``t`` sees the step-0 keys of rows ``≤ t
 at its own row only, at position ``t + k``: exactly what drafting ``k`` tokens after row ``t`` sees.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, pad
+from torch.nn.functional import embedding
+from torch.utils.checkpoint import checkpoint
 
 from bitdraft.quant.attention.kv_cache import SlotCache
 from bitdraft.quant.attention.packed import grouped_attention
 from bitdraft.quant.target import LowBitTarget, TargetStates
 from bitdraft.speculators.attention import training_time_test_attention
 from bitdraft.speculators.base import DraftContext, DraftHead, DraftState, StartBatches, check_layers, rows_at
-from bitdraft.speculators.eagle3_layer import DecoderLayer, LayerShape, Norm
-from bitdraft.speculators.eagle3_start import least_squares_start
+from bitdraft.speculators.documents import Documents
+from bitdraft.speculators.eagle3_layer import DecoderLayer, LayerShape, Norm, unbatched
+from bitdraft.speculators.eagle3_start import capture_scale, least_squares_start
+from bitdraft.speculators.low_rank import LowRankOutput
+from bitdraft.speculators.products import Linear
 from bitdraft.speculators.vocab import DraftVocab
 
 # B sequence, T row (position), S key, N attention head, D head dimension, H hidden, K step.
@@ -40,12 +45,16 @@ class Eagle3Config:
 
     steps: int = 5
     """Training-time-test steps: how many tokens ahead the head is trained to draft."""
-    step_decay: float = 0.8
-    """Weight of each step's loss relative to the step before (weights are normalised to sum to 1)."""
     draft_vocab_size: int | None = None
     """Tokens that the head can propose; by default a sixth of the target's vocabulary, at most 32,000."""
     train_output: bool = False
     """Train the output head too; it starts as the target's rows and, left frozen, overfits less on small data."""
+    output_rank: int | None = None
+    """Draft with an output head of this rank, the product of two thin matrices: it costs rank / hidden size of the
+    whole one, starts as the target's rows cut to that rank, and is always trained. Engines load the product."""
+    train_embedding: bool = False
+    """Give the head an embedding of its own, which starts as the target's and is trained. With the optimizer's states
+    that takes 16 bytes per number: 8 GiB for 128k tokens and hidden size 4096. vLLM loads such heads."""
     start: Literal["least-squares", "random"] = "least-squares"
     """Begin with a closed-form fit on the training data's states, or with random weights."""
     capture_layers: tuple[int, ...] | None = None
@@ -64,10 +73,10 @@ class Eagle3Config:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"eagle3.steps must be at least 1, got {self.steps}")
-        if not 0 < self.step_decay <= 1:
-            raise ValueError(f"eagle3.step_decay must lie in (0, 1], got {self.step_decay}")
         if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
             raise ValueError(f"eagle3.draft_vocab_size must be at least 1, got {self.draft_vocab_size}")
+        if self.output_rank is not None and self.output_rank < 1:
+            raise ValueError(f"eagle3.output_rank must be at least 1, got {self.output_rank}")
 
 
 def default_capture_layers(layers: int) -> tuple[int, ...]:
@@ -78,7 +87,7 @@ def default_capture_layers(layers: int) -> tuple[int, ...]:
 
 class Eagle3Head(DraftHead):
     """State-dict keys are those of vLLM's speculators format: ``fc``, ``layers.0.*``, ``norm``, ``lm_head``; where
-    there are such, ``input_norm``, ``fc_norm.{i}`` and ``embed_tokens``."""
+    there are such, ``input_norm``, ``fc_norm.{i}`` and ``embed_tokens``; ours alone, ``lm_head.projection``."""
 
     kind: ClassVar[str] = "eagle3"
 
@@ -92,7 +101,7 @@ class Eagle3Head(DraftHead):
         own_embedding: Tensor | None = None,
     ) -> None:
         """``borrowed_embedding``: the target's input embedding ``[V, H]``, read and never trained; ``own_embedding``
-        ``[V, H]`` takes its place and is trained only if the caller asks its parameter to be.
+        ``[V, H]``, by default a copy of the target's where embeddings are trained, takes its place.
 
         Raises ``ValueError`` for an embedding of another shape than the vocabulary's and the layer's.
         """
@@ -100,6 +109,8 @@ class Eagle3Head(DraftHead):
         self.config, self.shape, self.vocab = config, shape, vocab
         self.capture_layers = tuple(capture_layers)
         self.target_hidden_size = shape.target_hidden_size
+        if own_embedding is None and config.train_embedding:
+            own_embedding = borrowed_embedding.clone()
         found = list((borrowed_embedding if own_embedding is None else own_embedding).shape)
         if found != [vocab.target_size, shape.hidden_size]:
             raise ValueError(
@@ -107,17 +118,23 @@ class Eagle3Head(DraftHead):
                 "of another hidden size than the target's needs an embed_tokens.weight of its own in that shape"
             )
         self._borrowed_embedding = borrowed_embedding
-        self.embed_tokens = None if own_embedding is None else nn.Embedding.from_pretrained(own_embedding)
+        self.embed_tokens: nn.Embedding | None = None
+        if own_embedding is not None:
+            self.embed_tokens = nn.Embedding.from_pretrained(own_embedding, freeze=not config.train_embedding)
         layers, width, eps = len(self.capture_layers), shape.target_hidden_size, shape.rms_norm_eps
         self.input_norm = Norm(layers * width, eps=eps) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList(Norm(width, eps=eps) for _ in range(layers)) if config.fc_norm else None
-        self.fc = nn.Linear(layers * width, shape.hidden_size, bias=False)
+        self.fc = Linear(layers * width, shape.hidden_size, bias=False)
         self.capture_scale: Tensor  # [A] powers of two that bring each captured layer to about unit size
         self.register_buffer("capture_scale", torch.ones(layers))
         self.layers = nn.ModuleList([DecoderLayer(shape, norm_before_residual=config.norm_before_residual)])
         self.norm = Norm(shape.hidden_size, eps=eps)
-        self.lm_head = nn.Linear(shape.hidden_size, len(vocab), bias=False)
-        self.lm_head.requires_grad_(config.train_output)
+        self.lm_head: nn.Linear = (
+            nn.Linear(shape.hidden_size, len(vocab), bias=False)
+            if config.output_rank is None
+            else LowRankOutput(shape.hidden_size, config.output_rank, len(vocab))
+        )
+        self.lm_head.requires_grad_(config.train_output or config.output_rank is not None)
 
     @classmethod
     def from_target(cls, config: Eagle3Config, target: LowBitTarget, vocab: DraftVocab) -> "Eagle3Head":
@@ -127,12 +144,16 @@ class Eagle3Head(DraftHead):
         check_layers(tuple(layers), target)
         shape = LayerShape.of_target(target.config, qk_norm=config.attention == "qwen3")
         head = cls(config, shape, layers, vocab, target.embedding.weight.detach())
-        for weight in head.parameters():
-            if weight.ndim == 2:
+        for name, weight in head.named_parameters():
+            if weight.ndim == 2 and not name.startswith("embed_tokens."):
                 nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
         with torch.no_grad():
-            head._even_out(_capture_scale(target, tuple(layers)))
-            head.lm_head.weight.copy_(target.output_weight[vocab.target_ids.to(target.device)])
+            head._even_out(capture_scale(target, tuple(layers)))
+            rows = target.output_weight[vocab.target_ids.to(target.device)]
+            if isinstance(head.lm_head, LowRankOutput):
+                head.lm_head.start_as(rows)
+            else:
+                head.lm_head.weight.copy_(rows)
             # What the norm multiplies by, which some architectures store as the difference from 1.
             head.norm.weight.copy_(target.final_norm(target.output_weight.new_full((target.hidden_size,), 64.0)))
         return head
@@ -159,34 +180,62 @@ class Eagle3Head(DraftHead):
 
     @property
     def output_weight(self) -> Tensor:
+        """``[D, H]``, or ``[D, r]`` of an output head of rank ``r``, which turns projected states into logits."""
         return self.lm_head.weight
+
+    @property
+    def whole_output(self) -> Tensor:
+        """``[D, H]``: what engines load."""
+        return self.lm_head.product if isinstance(self.lm_head, LowRankOutput) else self.lm_head.weight.detach()
+
+    def multiplied_out(self) -> "Eagle3Head":
+        if isinstance(self.lm_head, LowRankOutput):
+            self.lm_head, self.config = self.lm_head.multiplied_out(), replace(self.config, output_rank=None)
+        return self
 
     @property
     def embedding_weight(self) -> Tensor:
         return self._borrowed_embedding if self.embed_tokens is None else self.embed_tokens.weight
 
-    def training_outputs(self, states: TargetStates, tokens: Tensor, rows: Tensor) -> Tensor:
+    @property
+    def draft_steps(self) -> int:
+        return self.config.steps
+
+    def training_outputs(self, states: TargetStates, tokens: Tensor, documents: Documents) -> Tensor:
         # Only keys and values are needed at every row; queries and the rest of the layer where drafts begin.
-        length = tokens.shape[1]
-        fused = self.fuse(states.captured)  # [B, T, H]
-        following = embedding(pad(tokens[:, 1:], (0, 1)), self.embedding_weight)  # row t reads x_{t+1}
-        u = self.layer.inputs(following, fused)  # [B, T, 2H]
-        key, value = self.layer.keys_values(u, torch.arange(length, device=tokens.device).expand_as(tokens))
-        keys, values = [key], [value]
-        g, u = rows_at(fused, rows), rows_at(u, rows)  # [B, R, …]
+        rows, positions = documents.rows, documents.positions
+        fused = self.fuse(states.captured)  # [N, H]
+        u = self.layer.inputs(self._embedded(tokens[documents.following]), fused)  # [N, 2H]; row t reads x_{t+1}
+        key, value = self.layer.keys_values(u[None], positions[None])
+        keys, values = [unbatched(key)], [unbatched(value)]
+        g, u = fused[rows], u[rows]  # [R, …]
+        positions = positions[rows]
         outputs = []
         for k in range(self.config.steps):
             if k > 0:
-                ahead = rows_at(tokens, (rows + 1 + k).clamp(max=length - 1))  # x_{t+1+k}
-                u = self.layer.inputs(embedding(ahead, self.embedding_weight), g)
-                key, value = self.layer.keys_values(u, rows + k)
-                keys.append(key)
-                values.append(value)
-            q = self.layer.queries(u, rows + k)
-            attended = training_time_test_attention(q, keys, values, rows)
-            normed, g = self._advance(self.layer.finish(self.layer.residual(g, u), attended))
+                u = self.layer.inputs(self._embedded(tokens[documents.ahead(1 + k)]), g)  # x_{t+1+k}
+                key, value = self.layer.keys_values(u[None], positions[None] + k)
+                keys.append(unbatched(key))
+                values.append(unbatched(value))
+            q = unbatched(self.layer.queries(u[None], positions[None] + k))
+            attended = training_time_test_attention(q, keys, values, documents)  # [R, heads, D]
+            normed, g = self._advance(self._finish(self.layer.residual(g, u), attended.flatten(-2)))
             outputs.append(normed)
-        return torch.stack(outputs)
+        read = torch.stack(outputs)  # [K, R, H]
+        return self.lm_head.project(read) if isinstance(self.lm_head, LowRankOutput) else read
+
+    def _finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        finish = self._compiled_finish if self.compiled else self.layer.finish
+        if self.recompute and torch.is_grad_enabled():  # the MLP's are most of a step's activations
+            return checkpoint(finish, residual, attended, use_reentrant=False)
+        return finish(residual, attended)
+
+    @cached_property
+    def _compiled_finish(self) -> Callable[[Tensor, Tensor], Tensor]:
+        return torch.compile(self.layer.finish, dynamic=True)  # sizes differ from pack to pack
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        return embedding(tokens, self.embedding_weight)
 
     def _advance(self, g: Tensor) -> tuple[Tensor, Tensor]:
         """What the output head reads of the state behind a step, and what the next step does, both ``[B, T, H]``."""
@@ -243,7 +292,8 @@ class Eagle3Head(DraftHead):
         u = self.layer.inputs(embedding(tokens, self.embedding_weight), g)
         keys, values = state.cache.layers[0].update(*self.layer.keys_values(u, positions))
         q = self.layer.queries(u, positions)
-        return self.layer.finish(self.layer.residual(g, u), grouped_attention(q, keys, values, mask))
+        attended = grouped_attention(q, keys, values, mask).transpose(1, 2)  # [B, T, N, D]
+        return self.layer.finish(self.layer.residual(g, u), attended.flatten(-2))
 
 
 class Eagle3State(DraftState):
@@ -258,15 +308,3 @@ class Eagle3State(DraftState):
 
     def keep_rows(self, rows: Tensor) -> None:
         self.cache.keep_rows(rows)
-
-
-def _capture_scale(target: LowBitTarget, layers: tuple[int, ...]) -> Tensor:
-    """``2^-round(log2 rms)`` of each captured layer, from seeded random tokens behind the outsized first ones.
-
-    Residual streams differ tenfold in size between layers and models. Without this the fused state drowns what the
-    draft layer adds to it, and the head hardly learns.
-    """
-    ids = torch.randint(0, target.vocab_size, (1, 128), generator=torch.Generator().manual_seed(0))
-    captured = target.states(ids.to(target.device), capture=layers).captured[0, 8:].float()  # [T, A, H]
-    size = captured.pow(2).mean(-1).sqrt().median(dim=0).values  # [A]
-    return torch.exp2(-size.clamp(min=1e-6).log2().round())

@@ -13,6 +13,8 @@ from torch.nn.functional import silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from bitdraft.speculators.products import Linear
+
 # B sequence, T row (position), N attention head, D head dimension, H hidden.
 
 
@@ -77,6 +79,11 @@ class LayerShape:
         return LlamaConfig(**{**own, "hidden_size": self.head_dim * self.num_attention_heads}, num_hidden_layers=1)
 
 
+def unbatched(heads: Tensor) -> Tensor:
+    """``[1, N, T, D]`` → ``[T, N, D]``, a view: the packed form of queries, keys and values."""
+    return heads[0].transpose(0, 1)
+
+
 class Norm(nn.RMSNorm):
     """RMSNorm in the weight's dtype: fp32 masters keep it in fp32 under autocast, on the fused kernel."""
 
@@ -89,10 +96,10 @@ class Attention(nn.Module):
         super().__init__()
         width, queries = 2 * shape.hidden_size, shape.num_attention_heads * shape.head_dim
         shared, bias = shape.num_key_value_heads * shape.head_dim, shape.attention_bias
-        self.q_proj = nn.Linear(width, queries, bias=bias)
-        self.k_proj = nn.Linear(width, shared, bias=bias)
-        self.v_proj = nn.Linear(width, shared, bias=bias)
-        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=bias and not shape.qk_norm)
+        self.q_proj = Linear(width, queries, bias=bias)
+        self.k_proj = Linear(width, shared, bias=bias)
+        self.v_proj = Linear(width, shared, bias=bias)
+        self.o_proj = Linear(queries, shape.hidden_size, bias=bias and not shape.qk_norm)
         eps = shape.rms_norm_eps
         self.q_norm: nn.Module = Norm(shape.head_dim, eps=eps) if shape.qk_norm else nn.Identity()
         self.k_norm: nn.Module = Norm(shape.head_dim, eps=eps) if shape.qk_norm else nn.Identity()
@@ -101,9 +108,9 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
@@ -149,6 +156,6 @@ class DecoderLayer(nn.Module):
         return u[..., self.width :] if self.norm_before_residual else g
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The rest of the layer after attention ``[B, N, T, D]``: the un-normed state ``[B, T, H]``."""
-        r = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(-2))
+        """The rest of the layer after attention ``[…, N·D]``: the un-normed state ``[…, H]``."""
+        r = residual + self.self_attn.o_proj(attended)
         return r + self.mlp(self.post_attention_layernorm(r))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from bitdraft.quant.target import TargetStates
+from bitdraft.quant.target import LowBitTarget, TargetStates
 from bitdraft.speculators.eagle3_layer import DecoderLayer, LayerShape, Norm
 
 RIDGE = 1e-3  # of the mean diagonal
@@ -38,7 +38,7 @@ def least_squares_start(
     """Set ``fc`` and the layer's attention from data; ``norm`` is the head's last, ``fc_inputs`` makes ``[N, A·H]`` of
     captured states ``[N, A, H]``.
 
-    ``batches``: target states, tokens ``[B, T]`` and the mask ``[B, T]`` of supervised positions. Needs one
+    ``batches``: packed target states, tokens ``[N]`` and the mask ``[N]`` of supervised positions. Needs one
     ``[(A+1)H, (A+1)H]`` system in fp64. Raises ``ValueError`` for a head of another hidden size than the target's,
     whose states are no fit of the target's.
     """
@@ -55,12 +55,11 @@ def least_squares_start(
     gain_inverse = torch.where(dead, 0.0, 1.0 / norm.weight)
     rows = 0
     for states, tokens, supervised in batches:
-        sequence, position = supervised.nonzero(as_tuple=True)
-        sequence, position = sequence[position > 0], position[position > 0]
-        captured = fc_inputs(states.captured[sequence, position - 1].float())  # [N, A·H] at t
-        token = layer.input_layernorm(embedding[tokens[sequence, position]].float())  # [N, H] of t + 1
+        position = supervised.nonzero()[:, 0]
+        captured = fc_inputs(states.captured[position - 1].float())  # [N, A·H] at t
+        token = layer.input_layernorm(embedding[tokens[position]].float())  # [N, H] of t + 1
         x = torch.cat([captured, token], dim=1)
-        y = states.last_hidden[sequence, position].float() * gain_inverse  # [N, H] at t + 1
+        y = states.last_hidden[position].float() * gain_inverse  # [N, H] at t + 1
         gram += (x.T @ x).double()
         cross += (x.T @ y).double()
         rows += len(x)
@@ -109,3 +108,15 @@ def _values_from(token_part: Tensor, layer: DecoderLayer, shape: LayerShape) -> 
     into[:, :rank] = left[:, :rank] * root / groups  # every value is read by `groups` query heads
     repeated = into.unflatten(1, (-1, shape.head_dim)).repeat_interleave(groups, dim=1).flatten(1)  # [H, N D]
     attention.o_proj.weight.copy_(repeated)
+
+
+def capture_scale(target: LowBitTarget, layers: tuple[int, ...]) -> Tensor:
+    """``2^-round(log2 rms)`` of each captured layer, from seeded random tokens behind the outsized first ones.
+
+    Residual streams differ tenfold in size between layers and models. Without this the fused state drowns what the
+    draft layer adds to it, and the head hardly learns.
+    """
+    ids = torch.randint(0, target.vocab_size, (1, 128), generator=torch.Generator().manual_seed(0))
+    captured = target.states(ids.to(target.device), capture=layers).captured[0, 8:].float()  # [T, A, H]
+    size = captured.pow(2).mean(-1).sqrt().median(dim=0).values  # [A]
+    return torch.exp2(-size.clamp(min=1e-6).log2().round())

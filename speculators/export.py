@@ -21,6 +21,7 @@ from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.formats import eagle3_original, eagle3_speculators, medusa_original, medusa_vllm
 from bitdraft.speculators.formats.facts import TargetFacts
 from bitdraft.speculators.formats.maps import check_maps
+from bitdraft.speculators.medusa import MedusaHead
 
 LAYOUTS: dict[str, ModuleType] = {
     layout.NAME: layout for layout in (eagle3_speculators, eagle3_original, medusa_vllm, medusa_original)
@@ -30,7 +31,7 @@ functions ``is_this_format``, ``check``, ``engines`` (those of ``ENGINES`` that 
 ``shapes``, ``config`` and ``load``."""
 
 DEFAULT_LAYOUT = {"eagle3": eagle3_speculators.NAME, "medusa": medusa_vllm.NAME}
-"""By kind of head: what vLLM reads."""
+"""By kind of head: what vLLM reads. ``default_layout`` knows the heads that it does not."""
 
 MANIFEST = "manifest.json"
 _PART = 1 << 20  # elements looked at at once
@@ -76,7 +77,7 @@ def write_head(
     layout that does not hold the head, naming those that do, for weights that are not finite and maps that are wrong;
     ``OSError`` where writing fails.
     """
-    chosen = layout_of(head.kind, layout)
+    chosen = layout_of(head.kind, layout or default_layout(head))
     chosen.check(head)
     weights = {name: t.cpu().contiguous() for name, t in chosen.tensors(head).items()}
     _check_weights(weights, chosen.shapes(head), head)
@@ -99,6 +100,13 @@ def write_manifest(folder: Path) -> None:
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST)
     sums = {p.relative_to(folder).as_posix(): sha256_of(p) for p in files}
     (folder / MANIFEST).write_text(json.dumps({"sha256": sums}, indent=2) + "\n", encoding="utf-8")
+
+
+def default_layout(head: DraftHead) -> str:
+    """The layout that a head is written in where none is named."""
+    if isinstance(head, MedusaHead) and head.config.link:  # which is for ``load_head`` alone
+        return medusa_original.NAME
+    return DEFAULT_LAYOUT[head.kind]
 
 
 def layout_of(kind: str, name: str | None) -> Any:

@@ -18,24 +18,20 @@ from bitdraft.quant.checkpoints.declare import quantization_config
 from bitdraft.quant.checkpoints.read import method_of
 from bitdraft.quant.checkpoints.stored import Formats, StoredLayer, check_shape
 from bitdraft.quant.checkpoints.write import encoded
-from bitdraft.quant.choose import choose_layers, fused_groups
-from bitdraft.quant.input_scales import input_scales
+from bitdraft.quant.choose import fused_groups
 from bitdraft.quant.linear import ActivationQuantizer, LowBitLinear
-from bitdraft.quant.loading import placed_text
 from bitdraft.quant.pack import to_compressed_tensors
-from bitdraft.quant.profiles import PLAIN, Profile
+from bitdraft.quant.profiles import PLAIN, Computed, Profile
 from bitdraft.quant.recipe import Recipe, Rule
 from bitdraft.quant.schemes import scheme_named
 from bitdraft.quant.target import LowBitTarget
 from bitdraft.quant.weights import scaled_weights
 from bitdraft.speculators.base import DraftHead
+from bitdraft.speculators.low_bit_choice import choose_for_head
 from bitdraft.speculators.low_bit_rules import (
     check_can_be_declared,
-    check_chosen,
     check_fused,
     check_kind,
-    check_recipe,
-    check_rows,
     pattern,
 )
 
@@ -58,45 +54,31 @@ def quantize_head(
     *,
     target: LowBitTarget | None = None,
     calibration: Sequence[Tensor] = (),
+    input_scales: Mapping[str, Tensor] | None = None,
     profile: Profile = PLAIN,
 ) -> DraftHead:
     """Quantize the layers that ``recipe`` names, in place; presets name the decoder layer's attention and MLP.
 
     Patterns see names as engines give them: ``model.layers.0.mlp.down_proj``. ``calibration``: token ids ``[B, T]``
     each, without padding, which ``target`` and the head's training steps run over; only static input scales (NVFP4
-    W4A4) need them. ``profile``: who computes. Raises ``ValueError`` for heads and formats that no engine loads, naming
-    those that work, for rules that engines' fused layers cannot follow, and where calibration is needed but missing.
+    W4A4) need them, unless they are known: a head that was trained in low bit has those that it was trained with, and
+    ``input_scales`` names others by the head's own names of layers. ``profile``: who computes. Raises ``ValueError``
+    for heads and formats that no engine loads, naming those that work, for rules that engines' fused layers cannot
+    follow, and where calibration is needed but missing.
     """
-    assert recipe.profile == PLAIN.name, "what is declared is the recipe's, what is computed the profile's"
-    check_kind(head.kind)
-    check_recipe(recipe)
-    if low_bit_layers(head):
-        raise ValueError("the head is in low bit already: give the one in 16 bit")
-    model = _BehindTarget(head, target)
-    chosen, _ = choose_layers(model, recipe)
-    check_chosen(recipe, chosen)
-    if any(rule.has_static_inputs for rule in chosen.values()) and not (target and calibration):
-        raise ValueError(
-            f"recipe {recipe.name!r} has static scales for the head's inputs, which need the target and calibration "
-            "text: give both, or take a weight-only form (nvfp4a16)"
-        )
-    groups = fused_groups(chosen)
-    for members in groups:
-        rows = {name: len(model.weight(name)) for name in members}
-        check_rows(rows, scheme_named(str(chosen[members[0]].weights)))
-    scales = input_scales(model, chosen, groups, placed_text(target.model, calibration) if target else [])
     layers: dict[str, StoredLayer] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
-    for members in groups:
-        rule = chosen[members[0]]
+    groups = choose_for_head(head, recipe, target=target, calibration=calibration, input_scales=input_scales)
+    for group in groups:
+        rule, scale = group.rule, group.input_scale
         assert rule.weights is not None
         scheme = scheme_named(rule.weights)
-        for name, q in zip(members, scaled_weights([model.weight(name) for name in members], rule), strict=True):
-            own, scale = name.removeprefix("model."), scales.get(name)
-            layers[own] = StoredLayer(Formats(rule.weights, rule.activations), q, scale)
-            tensors[own] = {leaf: tensor.cpu() for leaf, tensor in to_compressed_tensors(encoded(q, scheme)).items()}
+        weights = [head.get_parameter(f"{name}.weight").detach() for name in group.names]
+        for name, q in zip(group.names, scaled_weights(weights, rule), strict=True):
+            layers[name] = StoredLayer(Formats(rule.weights, rule.activations), q, scale)
+            tensors[name] = {leaf: tensor.cpu() for leaf, tensor in to_compressed_tensors(encoded(q, scheme)).items()}
             if scale is not None:
-                tensors[own]["input_global_scale"] = scale.cpu().reshape(1).clone()
+                tensors[name]["input_global_scale"] = scale.cpu().reshape(1).clone()
     _place(head, layers, tensors, profile)
     return head
 
@@ -166,30 +148,12 @@ def restore_low_bit(
         weights |= {f"{name}.{key}": tensor for key, tensor in state.items() if key != "bias"}
 
 
-class _BehindTarget(nn.Module):
-    """The head as a model of token ids, under the names that engines give its layers: what is run to calibrate it."""
-
-    def __init__(self, head: DraftHead, target: LowBitTarget | None) -> None:
-        super().__init__()
-        self.model, self._target = head, target
-
-    def get_decoder(self) -> nn.Module:
-        return self
-
-    def weight(self, name: str) -> Tensor:
-        """The weight ``[M, K]`` of a layer; ``ValueError`` if it is not finite."""
-        weight = self.get_parameter(f"{name}.weight").detach()
-        if not torch.isfinite(weight).all():
-            raise ValueError(f"module {name}: the weight holds NaN or infinity")
-        return weight
-
-    def forward(self, input_ids: Tensor, use_cache: bool) -> None:
-        """Draft behind every token of ``[B, T]`` that has as many behind it as the head was trained to draft."""
-        del use_cache
-        assert self._target is not None
-        states = self._target.states(input_ids, capture=self.model.capture_layers)
-        rows = torch.arange(max(input_ids.shape[1] - self.model.config.steps, 1), device=input_ids.device)
-        self.model.training_outputs(states, input_ids, rows.expand(len(input_ids), -1))
+def computed_by(profile: Profile, name: str, formats: Formats) -> Computed:
+    """How ``profile`` computes the layer ``name``; ``ValueError`` where that is not known."""
+    try:
+        return profile.of(formats.weights, formats.activations)
+    except ValueError as error:
+        raise ValueError(f"layer {name}: {error}") from error
 
 
 def _place(
@@ -200,10 +164,7 @@ def _place(
     rules = {name: Rule("*", layer.formats.weights, layer.formats.activations) for name, layer in layers.items()}
     for members in fused_groups(rules):
         formats = layers[members[0]].formats
-        try:
-            computed = profile.of(formats.weights, formats.activations)
-        except ValueError as error:
-            raise ValueError(f"layer {members[0]}: {error}") from error
+        computed = computed_by(profile, members[0], formats)
         inputs = scheme_named(computed.activations) if computed.activations else None
         served = head.get_parameter(f"{members[0]}.weight").dtype
         weights = loaded([layers[name].weight for name in members], computed.at_load, served)

@@ -3,19 +3,31 @@
 Head ``k``: ``h ← h + SiLU(W h + b)`` per residual block, then an output projection. With the blocks' weights at
 zero and the target's own output head, every head starts as the target's next-token distribution. Cai et al.
 2024 (arXiv:2401.10774); blocks are separate modules (the original's ``[block] * n`` shares one).
+
+With a link the guesses are no longer independent: head ``k`` also reads the tokens ``x_{t+1} … x_{t+1+k}`` before the
+one that it predicts, as Hydra's heads do (Ankner et al. 2024, arXiv:2402.05109). Its first block becomes
+
+    h ← h + SiLU(W h + L_k [e_0; …; e_k] + b)        e_j = E[x_{t+1+j}] / rms(E[x_{t+1+j}])
+
+with ``E`` the target's embedding, borrowed, and ``L_k`` ``[H, (k+1)·H]`` zero at first: it starts as the head without
+a link. (Hydra also projects the concatenation back to ``H`` for the residual path; here that is ``h`` alone.) Training
+reads the text's own tokens, drafting the drafted ones, so in a tree every node has logits of its own.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from bitdraft.quant.attention.kv_cache import SlotCache
 from bitdraft.quant.target import LowBitTarget, TargetStates
 from bitdraft.speculators.base import DraftContext, DraftHead, DraftState, rows_at
+from bitdraft.speculators.documents import Documents
 from bitdraft.speculators.vocab import DraftVocab
+
+# B sequence, W node of one depth, N packed token, R drafting row, K head, H hidden, V vocabulary.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +43,9 @@ class MedusaConfig:
     target's frozen one."""
     bias: bool = False
     """Give every residual block a bias, as the heads of the original Medusa project have."""
+    link: bool = False
+    """Let every head also read the tokens drafted before its own (Hydra). More is accepted, but every drafted token
+    takes a pass of its head, and no engine computes such heads yet: they are exported for Bitdraft alone."""
 
     def __post_init__(self) -> None:
         for field in ("heads", "blocks"):
@@ -45,22 +60,33 @@ class MedusaHead(DraftHead):
     capture_layers: tuple[int, ...] = ()
 
     def __init__(
-        self, config: MedusaConfig, hidden_size: int, vocab: DraftVocab, borrowed_output: Tensor | None
+        self,
+        config: MedusaConfig,
+        hidden_size: int,
+        vocab: DraftVocab,
+        borrowed_output: Tensor | None,
+        borrowed_embedding: Tensor | None = None,
     ) -> None:
-        """``borrowed_output``: the target's output weight ``[V, H]``, required unless ``config.own_output``."""
+        """``borrowed_output``: the target's output weight ``[V, H]``, required unless ``config.own_output``;
+        ``borrowed_embedding``: its embedding ``[V, H]``, required if ``config.link``."""
         super().__init__()
         if not vocab.is_full:
             raise ValueError("Medusa heads need the full vocabulary: engines load no reduced one")
         self.config, self.vocab, self.target_hidden_size = config, vocab, hidden_size
-        self.blocks = nn.ModuleList(_Blocks(config.blocks, hidden_size, config.bias) for _ in range(config.heads))
-        self._borrowed_output = borrowed_output
+        self.blocks = nn.ModuleList(Blocks(config.blocks, hidden_size, config.bias) for _ in range(config.heads))
+        self.links = nn.ModuleList(
+            _zeros(nn.Linear((k + 1) * hidden_size, hidden_size, bias=False))
+            for k in range(config.heads if config.link else 0)
+        )
+        self._borrowed_output, self._borrowed_embedding = borrowed_output, borrowed_embedding
         self.lm_heads = nn.ModuleList(
             nn.Linear(hidden_size, len(vocab), bias=False) for _ in range(config.heads if config.own_output else 0)
         )
 
     @classmethod
     def from_target(cls, config: MedusaConfig, target: LowBitTarget, vocab: DraftVocab) -> "MedusaHead":
-        head = cls(config, target.hidden_size, vocab, target.output_weight.detach())
+        borrowed = target.output_weight.detach(), target.embedding.weight.detach()
+        head = cls(config, target.hidden_size, vocab, *borrowed)
         for own in head.lm_heads:
             assert isinstance(own, nn.Linear)
             own.weight.data.copy_(target.output_weight)
@@ -84,10 +110,28 @@ class MedusaHead(DraftHead):
         assert self._borrowed_output is not None
         return self._borrowed_output
 
-    def training_outputs(self, states: TargetStates, tokens: Tensor, rows: Tensor) -> Tensor:
-        del tokens
-        hidden = rows_at(states.last_hidden, rows).float()
-        return torch.stack([block(hidden) for block in self.blocks])
+    @property
+    def draft_steps(self) -> int:
+        return self.config.heads
+
+    def training_outputs(self, states: TargetStates, tokens: Tensor, documents: Documents) -> Tensor:
+        hidden = states.last_hidden[documents.rows].float()
+        if not self.config.link:
+            return torch.stack([block(hidden) for block in self.blocks])
+        read = [self._embedded(tokens[documents.ahead(1 + k)]) for k in range(self.config.heads)]
+        path = torch.cat(read, dim=-1)  # [R, K·H], of which head k reads the first k + 1 parts
+        return torch.stack([self._ahead(k, hidden, path) for k in range(self.config.heads)])
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """``[…, H]`` of unit size, whatever size the target's embeddings have."""
+        assert self._borrowed_embedding is not None
+        e = embedding(tokens, self._borrowed_embedding).float()
+        return rms_norm(e, e.shape[-1:]).to(next(self.links.parameters()).dtype)
+
+    def _ahead(self, k: int, hidden: Tensor, path: Tensor) -> Tensor:
+        """What head ``k`` makes of ``hidden`` ``[…, H]`` and ``path`` ``[…, ≥ (k+1)·H]``, the tokens before its own."""
+        linked = self.links[k](path[..., : (k + 1) * hidden.shape[-1]])
+        return self.blocks[k](hidden, linked)
 
     def new_state(self, slots: int, cache: SlotCache) -> "MedusaState":
         del slots, cache
@@ -95,42 +139,60 @@ class MedusaHead(DraftHead):
 
     def first(self, context: DraftContext, state: DraftState) -> Tensor:
         assert isinstance(state, MedusaState)
-        state.hidden, state.depth = rows_at(context.last_hidden, context.newest), 0
-        return self._logits(state)
+        state.hidden, state.depth = rows_at(context.last_hidden, context.newest)[:, None], 0
+        if self.config.link:
+            state.path = self._embedded(context.newest_token[:, None])
+        return self._logits(state)[:, 0]
 
     def following(self, state: DraftState, tokens: Tensor, parents: Tensor) -> Tensor:
         assert isinstance(state, MedusaState)
         state.depth += 1
-        return self._logits(state)[:, None].expand(-1, tokens.shape[1], -1)  # whatever the tokens are
+        if not self.config.link:
+            return self._logits(state).expand(-1, tokens.shape[1], -1)  # whatever the tokens are
+        assert state.path is not None
+        state.path = torch.cat([rows_at(state.path, parents), self._embedded(tokens)], dim=-1)
+        return self._logits(state)
 
     def _logits(self, state: "MedusaState") -> Tensor:
+        """``[B, W, V]`` of the nodes drafted last; one for all of them without a link."""
         weight = self.lm_heads[state.depth].weight if self.config.own_output else self._borrowed_output
         assert isinstance(weight, Tensor) and state.hidden is not None
-        return linear(self.blocks[state.depth](state.hidden).to(weight.dtype), weight)
+        if state.path is None:
+            ahead = self.blocks[state.depth](state.hidden)
+        else:
+            ahead = self._ahead(state.depth, state.hidden, state.path)
+        return linear(ahead.to(weight.dtype), weight)
 
 
 class MedusaState(DraftState):
     """Where one pass's drafting stands; nothing lasts longer."""
 
     def __init__(self) -> None:
-        self.hidden: Tensor | None = None  # [B, H]
+        self.hidden: Tensor | None = None  # [B, 1, H]
+        self.path: Tensor | None = None  # [B, W, (depth + 1)·H] tokens that the nodes drafted last stand behind
         self.depth = 0
 
     def keep_rows(self, rows: Tensor) -> None:
         del rows
 
 
-class _Blocks(nn.Module):
+class Blocks(nn.Module):
     """The residual blocks of one head; zero weights make it the identity."""
 
     def __init__(self, blocks: int, hidden_size: int, bias: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size, bias=bias) for _ in range(blocks))
-        for parameter in self.parameters():
-            nn.init.zeros_(parameter)
+        self.layers = nn.ModuleList(_zeros(nn.Linear(hidden_size, hidden_size, bias=bias)) for _ in range(blocks))
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        for layer in self.layers:
-            assert isinstance(layer, nn.Linear)
-            hidden = hidden + silu(layer(hidden.to(layer.weight.dtype)))
+    def forward(self, hidden: Tensor, linked: Tensor | None = None) -> Tensor:
+        """``linked``: ``[…, H]``, which the first block adds to what it makes of ``hidden``."""
+        for i, layer in enumerate(self.layers):
+            weight: Any = layer.weight  # of a linear layer, or of an adapter around one
+            y = layer(hidden.to(weight.dtype))
+            hidden = hidden + silu(y if linked is None or i > 0 else y + linked)
         return hidden
+
+
+def _zeros(layer: nn.Linear) -> nn.Linear:
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    return layer

@@ -1,70 +1,100 @@
 """Checkpoints of a run: whole or absent, checked when read, exact when resumed.
 
-A checkpoint is a folder ``step-000050`` with ``head.safetensors`` and ``optimizer.safetensors`` (fp32 masters
-and moments as they are), ``rng.safetensors`` and ``checkpoint.json`` (step, sha256 of the other files). It is
-written under a temporary name and renamed. Resuming takes the newest one whose sums hold.
+A checkpoint is a folder ``step-000050`` with ``module.safetensors`` (fp32 masters as they are),
+``optimizer.safetensors`` (moments, likewise), ``rng.safetensors`` and ``checkpoint.json`` (step, measurements so far,
+sha256 of the other files). It is written under a temporary name and renamed. Resuming takes the newest one whose sums
+hold.
 """
 
 import hashlib
 import json
 import shutil
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from bitdraft.quant.files import folder_written_atomically, sha256_of
+from bitdraft.train.selection import Choice, best_of
 
-_TENSOR_FILES = ("head.safetensors", "optimizer.safetensors", "rng.safetensors")
+_TENSOR_FILES = ("module.safetensors", "optimizer.safetensors", "rng.safetensors")
 
 
 @dataclass(frozen=True)
-class Resumed:
+class Checkpoint:
+    """A whole checkpoint on disk."""
+
     step: int
     path: Path
+    history: list[Choice]
+
+    @property
+    def module(self) -> dict[str, Tensor]:
+        return load_file(self.path / "module.safetensors")
+
+    @property
+    def optimizer(self) -> dict[str, Tensor]:
+        """Every state tensor of every parameter under ``parameter/state``."""
+        return load_file(self.path / "optimizer.safetensors")
+
+    def restore_rng(self) -> None:
+        tensors = load_file(self.path / "rng.safetensors")
+        torch.set_rng_state(tensors["cpu"])
+        if "cuda" in tensors and torch.cuda.is_available():
+            torch.cuda.set_rng_state(tensors["cuda"])
 
 
-def save_checkpoint(folder: Path, step: int, head: nn.Module, optimizer: torch.optim.Optimizer, keep: int) -> Path:
-    """Write ``folder/step-…`` and drop all but the newest ``keep``."""
-    path = folder / f"step-{step:06d}"
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    module: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
+    history: Sequence[Choice],
+    keep: int,
+) -> Path:
+    """Write ``folder/step-…`` and drop all but the newest ``keep`` and the one of the best measurement."""
+    path = path_of(folder, step)
+    for left in folder.glob(".step-*"):  # of a writer that was killed
+        shutil.rmtree(left)
     with folder_written_atomically(path) as fresh:
-        save_file(_contiguous(head.state_dict()), fresh / "head.safetensors")
-        save_file(_optimizer_tensors(head, optimizer), fresh / "optimizer.safetensors")
+        save_file(dict(module), fresh / "module.safetensors")
+        save_file(dict(optimizer), fresh / "optimizer.safetensors")
         save_file(_rng_tensors(), fresh / "rng.safetensors")
         sums = {name: sha256_of(fresh / name) for name in _TENSOR_FILES}
-        content = _sealed({"version": 1, "step": step, "sha256": sums})
+        content = _sealed({"version": 2, "step": step, "history": [asdict(c) for c in history], "sha256": sums})
         (fresh / "checkpoint.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
+    best = best_of(history)
     for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+        if best is None or old != path_of(folder, best.step):
+            shutil.rmtree(old)
     return path
 
 
-def resume_newest(folder: Path, head: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed | None:
-    """Load the newest whole checkpoint into ``head``, ``optimizer`` and the random generators; ``None`` if
-    there is none.
+def path_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}"
 
-    A damaged one is skipped with a warning. Raises ``ValueError`` if a whole one does not fit the head.
-    """
+
+def newest_checkpoint(folder: Path) -> Checkpoint | None:
+    """The newest whole checkpoint; a damaged one is passed over with a warning."""
     for path in reversed(checkpoints(folder)):
-        reason = _damage(path)
-        if reason:
-            print(f"warning: checkpoint {path} is damaged ({reason}); trying the one before", file=sys.stderr)
-            continue
-        try:
-            head.load_state_dict(load_file(path / "head.safetensors"))
-        except RuntimeError as error:
-            raise ValueError(
-                f"checkpoint {path} does not fit this head: {str(error).splitlines()[-1].strip()}"
-            ) from error
-        _restore_optimizer(path, head, optimizer)
-        _restore_rng(load_file(path / "rng.safetensors"))
-        step = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))["step"]
-        return Resumed(step, path)
+        if found := read_checkpoint(path, "trying the one before"):
+            return found
     return None
+
+
+def read_checkpoint(path: Path, instead: str) -> Checkpoint | None:
+    """The checkpoint in ``path``; ``None`` with a warning, which says what happens ``instead``, if it is damaged."""
+    reason = _damage(path)
+    if reason:
+        print(f"warning: checkpoint {path} is damaged ({reason}); {instead}", file=sys.stderr)
+        return None
+    content = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
+    return Checkpoint(content["step"], path, [Choice(**c) for c in content["history"]])
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -80,6 +110,8 @@ def _damage(path: Path) -> str | None:
         return f"checkpoint.json: {type(error).__name__}"
     if not isinstance(content, dict) or content != _sealed({k: v for k, v in content.items() if k != "seal"}):
         return "checkpoint.json has another seal"
+    if content.get("version") != 2:
+        return f"it is of version {content.get('version')}, which this Bitdraft does not read"
     sums = content["sha256"]
     for name in _TENSOR_FILES:
         if not (path / name).is_file():
@@ -95,41 +127,8 @@ def _sealed(content: dict[str, Any]) -> dict[str, Any]:
     return {**content, "seal": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-
-def _optimizer_tensors(head: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every state tensor of every parameter under ``parameter/state``."""
-    names = {id(p): name for name, p in head.named_parameters()}
-    return _contiguous(
-        {
-            f"{names[id(parameter)]}/{key}": torch.as_tensor(value)
-            for parameter, state in optimizer.state.items()
-            for key, value in state.items()
-        }
-    )
-
-
-def _restore_optimizer(path: Path, head: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    parameters = dict(head.named_parameters())
-    for full, tensor in load_file(path / "optimizer.safetensors").items():
-        name, key = full.rsplit("/", 1)
-        if name not in parameters or (tensor.ndim and tensor.shape != parameters[name].shape):
-            raise ValueError(f"checkpoint {path}: the optimizer state of {name} does not fit this head")
-        parameter = parameters[name]
-        # AdamW keeps its step count on the CPU.
-        optimizer.state[parameter][key] = tensor if tensor.ndim == 0 else tensor.to(parameter.device)
-
-
 def _rng_tensors() -> dict[str, Tensor]:
     tensors = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
     return tensors
-
-
-def _restore_rng(tensors: dict[str, Tensor]) -> None:
-    torch.set_rng_state(tensors["cpu"])
-    if "cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["cuda"])

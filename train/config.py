@@ -8,6 +8,7 @@ from bitdraft.data.calibration import CalibrationConfig
 from bitdraft.quant.target import CompileChoice
 from bitdraft.speculators.eagle3 import Eagle3Config
 from bitdraft.speculators.medusa import MedusaConfig
+from bitdraft.train.loss_terms import LossConfig
 
 
 def _at_least(name: str, value: float, least: float) -> None:
@@ -34,29 +35,112 @@ class AnswersConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StatesConfig:
+    """Where the target's hidden states come from."""
+
+    mode: Literal["auto", "memory", "online", "disk"] = "auto"
+    """Run the target once and keep its states in memory or on disk, or run it at every step; `auto` keeps up to 2 GiB
+    in memory."""
+    storage: Literal["target", "bf16", "fp8"] = "target"
+    """How states on disk are stored: in the target's dtype, in bf16, or in FP8 with a scale per token and layer."""
+    folder: Path | None = None
+    """Where states on disk are kept; by default `states` in the run folder. Runs of one target may share it."""
+    shard_tokens: int = 65536
+    """Tokens per file, about."""
+
+    def __post_init__(self) -> None:
+        _at_least("states.shard_tokens", self.shard_tokens, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW with linear warm-up and cosine decay."""
+    """AdamW with linear warm-up and a falling learning rate."""
 
     steps: int = 150
     """Optimizer steps."""
     batch_tokens: int = 640
     """Answer tokens per process and step, about: whole examples, as many as hold that many tokens."""
+    pack_tokens: int = 8192
+    """Tokens that go through the head at once: a step's examples are packed into rows of at most so many, whose
+    gradients add up to those of one big row."""
     lr: float = 5e-4
     """Peak learning rate."""
     warmup: float = 0.05
     """Share of the steps spent warming up."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """How the rate falls after the warm-up: along a cosine, or not at all until the last steps and then straight
+    (warm-up, stable, decay)."""
+    decay: float = 0.2
+    """Share of the steps in which wsd falls."""
+    final: float = 0.1
+    """What the rate falls to, as a share of the peak."""
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 0.5
     """Largest norm of the gradient."""
+    checkpointing: bool = False
+    """Compute the head's activations again in the backward pass instead of keeping them: less memory, more time."""
+    compile: bool = False
+    """Compile the EAGLE-3 layer's MLP in training (torch.compile): fewer kernels on a GPU, after a wait."""
 
     def __post_init__(self) -> None:
-        _at_least("optim.steps", self.steps, 1)
-        _at_least("optim.batch_tokens", self.batch_tokens, 1)
+        for name in ("steps", "batch_tokens", "pack_tokens"):
+            _at_least(f"optim.{name}", getattr(self, name), 1)
         if not 0 <= self.warmup < 1:
             raise ValueError(f"optim.warmup must lie in [0, 1), got {self.warmup}")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"optim.decay must lie in (0, 1], got {self.decay}")
+        if not 0 <= self.final <= 1:
+            raise ValueError(f"optim.final must lie in [0, 1], got {self.final}")
         if self.lr <= 0:
             raise ValueError(f"optim.lr must be positive, got {self.lr}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetLoraConfig:
+    """Medusa-2: train the target along with its heads, through a LoRA adapter that is exported beside them."""
+
+    rank: int = 0
+    """Rank of the adapter in every attention and MLP layer; 0 leaves the target as it is."""
+    alpha: int = 16
+    """The adapter's product is scaled by alpha / rank."""
+    keep: float = 10.0
+    """Weight of the KL divergence from the target's own distribution to the adapted one, beside the heads' loss."""
+    lr_share: float = 0.25
+    """The adapter's learning rate, as a share of the heads'."""
+
+    def __post_init__(self) -> None:
+        _at_least("target_lora.rank", self.rank, 0)
+        _at_least("target_lora.alpha", self.alpha, 1)
+        if not 0 <= self.keep < float("inf"):
+            raise ValueError(f"target_lora.keep must be finite and at least 0, got {self.keep}")
+        if not 0 <= self.lr_share < float("inf"):
+            raise ValueError(f"target_lora.lr_share must be finite and at least 0, got {self.lr_share}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionConfig:
+    """The head is chosen by what it accepts while it is trained: loss goes on falling where acceptance does not."""
+
+    every: int = 50
+    """Steps between measurements (decoding with the head as it is then); 0 measures never and exports the last head."""
+    data: tuple[Path, ...] = ()
+    """JSONL files of prompts like the traffic to come; by default the shipped traffic prompts, or with data of your own
+    its last records (a fifth at most), which are then not trained on."""
+    prompts: int = 24
+    """How many prompts, in file order."""
+    draft_length: int = 3
+    """Tokens drafted per pass."""
+    max_new_tokens: int = 48
+    batch_size: int = 48
+    patience: int = 0
+    """Stop after so many measurements in a row without a better head; 0 trains to the end."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "patience"):
+            _at_least(f"selection.{name}", getattr(self, name), 0)
+        for name in ("prompts", "draft_length", "max_new_tokens", "batch_size"):
+            _at_least(f"selection.{name}", getattr(self, name), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +150,7 @@ class CheckpointConfig:
     every: int = 50
     """Steps between checkpoints; the last step always has one."""
     keep: int = 2
-    """Newest checkpoints that stay."""
+    """Newest checkpoints that stay, beside the best by acceptance."""
 
     def __post_init__(self) -> None:
         _at_least("checkpoint.every", self.every, 1)
@@ -112,6 +196,18 @@ class RunConfig:
     bfloat16 too."""
     head: Literal["eagle3", "medusa"] = "eagle3"
     """Kind of draft head."""
+    init_from: Path | None = None
+    """A head to go on from, in any layout that exports have, ours or published by others; its shape and vocabulary stay
+    as they are."""
+    tune: Literal["all", "norms-fc", "lora"] = "all"
+    """What is trained: everything; of an EAGLE-3 head the norms and `fc` alone, which align a head with another format
+    of its target in a few hundred steps; or LoRA adapters on the layers, which the export has merged (output heads stay
+    as they are)."""
+    tune_rank: int = 16
+    """Rank of the adapters of `--tune lora`."""
+    draft_quant: str | None = None
+    """Train the head itself in low bit, in this preset or recipe (fp8, mxfp4, nvfp4, nvfp4a16, …), and export it so:
+    the layers that it names compute as the engine will. Go on from a converged 16-bit head: `--init-from`."""
     data: tuple[Path, ...] = ()
     """JSONL files of prompts or conversations; by default the shipped training prompts."""
     prompts: int | None = None
@@ -125,10 +221,13 @@ class RunConfig:
     """Compute type of the target and the head; `auto` is bfloat16 where the hardware multiplies it."""
     device: str = "auto"
     """`auto`, cpu, cuda, npu, xpu, …"""
+    device_map: str | None = None
+    """Split the target over devices, in a run of one process: `auto` by their free memory, or a YAML file that names
+    the device of each module (`model.layers.0: cuda:1`)."""
+    shard_target: bool = False
+    """Cut the target's layers up over the processes of an FSDP2 run, besides the head; they then run it together."""
     compile_quantizer: CompileChoice = "auto"
     """Compile the activation quantizer (same bits, faster); `auto` where a C++ compiler is found."""
-    states: Literal["auto", "memory", "online"] = "auto"
-    """Run the target once and keep its states in memory, or run it at every step; `auto` keeps up to 2 GiB."""
     tracker: str = "tensorboard"
     """Any tracker that accelerate knows by name, or `none`."""
     trust_remote_code: bool = False
@@ -137,17 +236,42 @@ class RunConfig:
     answers: AnswersConfig = field(default_factory=AnswersConfig)
     eagle3: Eagle3Config = field(default_factory=Eagle3Config)
     medusa: MedusaConfig = field(default_factory=MedusaConfig)
+    states: StatesConfig = field(default_factory=StatesConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    target_lora: TargetLoraConfig = field(default_factory=TargetLoraConfig)
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
 
     def __post_init__(self) -> None:
         if self.prompts is not None:
             _at_least("prompts", self.prompts, 1)
+        _at_least("tune_rank", self.tune_rank, 1)
+        if self.shard_target and self.states.mode == "disk":
+            raise ValueError(
+                "states.mode disk: one process fills the folder, but a target that is cut up (shard_target) is run by "
+                "all of them together: take memory or online"
+            )
+        if self.draft_quant and (self.init_from is None or self.tune == "lora"):
+            raise ValueError(
+                "draft_quant starts from a converged head and trains its masters: give --init-from, and --tune all or "
+                "norms-fc"
+            )
+        if self.target_lora.rank and self.head != "medusa":
+            raise ValueError(
+                "target_lora.rank: the target is trained along with Medusa heads only: give --head medusa, or rank 0"
+            )
+        if self.target_lora.rank and self.device_map:
+            raise ValueError("target_lora.rank: a target trained along lies on one device: leave out device_map")
         if self.head == "medusa" and max(self.acceptance.draft_lengths, default=0) > self.medusa.heads:
             raise ValueError(
                 f"acceptance.draft_lengths goes to {max(self.acceptance.draft_lengths)}, "
                 f"but medusa.heads is {self.medusa.heads}"
+            )
+        if self.head == "medusa" and self.selection.every and self.selection.draft_length > self.medusa.heads:
+            raise ValueError(
+                f"selection.draft_length is {self.selection.draft_length}, but medusa.heads is {self.medusa.heads}"
             )
 
     @property

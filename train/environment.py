@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -23,12 +24,25 @@ class Environment:
     ``~/.cache/bitdraft``."""
     launched_processes: int
     """How many processes the launcher says it started."""
+    left_alone: bool = False
+    """Whether the launcher was asked for several processes and started this one only."""
+    asked_engine: Literal["", "fsdp", "deepspeed"] = ""
+    """What accelerate's configuration asks to cut weights up with."""
 
 
 def read_environment() -> Environment:
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     cache = os.environ.get("BITDRAFT_CACHE") or str(Path(base) / "bitdraft")
-    return Environment(Path(cache), int(os.environ.get("WORLD_SIZE", "1")))
+    # `accelerate launch --cpu --num_processes 2` prepares where two processes would meet, and starts one (1.15).
+    accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
+    left_alone = accelerate and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ
+    return Environment(Path(cache), int(os.environ.get("WORLD_SIZE", "1")), left_alone, _asked_engine())
+
+
+def _asked_engine() -> Literal["", "fsdp", "deepspeed"]:
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        return "fsdp"
+    return "deepspeed" if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" else ""
 
 
 def machine_facts() -> dict[str, str | int]:
@@ -56,6 +70,18 @@ def give_memory_back() -> None:
     gc.collect()
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def resident_bytes(what: Literal["VmRSS", "VmHWM"]) -> int:
+    """What Linux says this process holds (``VmRSS``), or has held at most since ``forget_peak`` (``VmHWM``)."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
+
+
+def forget_peak() -> None:
+    """From now on the largest resident size counts anew; what earlier work left is freed first, or would hide it."""
+    give_memory_back()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5)
 
 
 def chosen_dtype(name: str, device: str) -> torch.dtype:

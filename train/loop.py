@@ -1,49 +1,42 @@
 """The training loop: one flat page.
 
-Every rank takes its share of each step's batches; sums are divided by the supervised positions of the whole
-step, over all ranks, so that the gradient does not depend on how the step is cut.
+Every rank takes its share of each step's examples, in packs; sums are divided by the supervised positions of the whole
+step, over all packs and ranks, so that the gradient does not depend on how the step is cut.
 """
 
 import math
-import signal
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from accelerate.utils import broadcast_object_list
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from bitdraft.data.batches import epoch_batches
 from bitdraft.data.chat import Example
 from bitdraft.quant.target import LowBitTarget, TargetStates
 from bitdraft.speculators.base import DraftHead
-from bitdraft.train.checkpoint import resume_newest, save_checkpoint
-from bitdraft.train.config import OptimConfig, RunConfig
+from bitdraft.train.adapted_head import load_adapters, trained_head
+from bitdraft.train.adapted_target import TargetAdapters
+from bitdraft.train.checkpoint import Checkpoint, newest_checkpoint, path_of, read_checkpoint, save_checkpoint
+from bitdraft.train.config import RunConfig
+from bitdraft.train.distribution import accumulating, any_process, backward, prepared, update
 from bitdraft.train.environment import RunFailed
 from bitdraft.train.journal import Journal
-from bitdraft.train.losses import step_weights
-from bitdraft.train.objective import objective, wanted_rows
+from bitdraft.train.objective import Losses
+from bitdraft.train.placement import keep_in_step
+from bitdraft.train.schedule import learning_rate
+from bitdraft.train.selection import Choice, best_of, is_exhausted
+from bitdraft.train.sharding import load_head_weights, load_module, refresh, restore, spare_head, whole_state
 from bitdraft.train.states import StateSource
+from bitdraft.train.steps import StepPacks, step_packs
+from bitdraft.train.stopping import Interrupted, stop_requests
 
 _START_POSITIONS = 100_000  # many times the unknowns of each output; more changes little
-
-
-class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop; its checkpoint is written."""
-
-
-def learning_rate(optim: OptimConfig, step: int) -> float:
-    """Rate of step ``step`` (from 0): linear warm-up, then cosine to a tenth of the peak."""
-    warmup = max(1, round(optim.warmup * optim.steps))
-    if step < warmup:
-        return optim.lr * (step + 1) / warmup
-    progress = (step - warmup) / max(1, optim.steps - warmup)
-    return optim.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
 def train(
@@ -53,122 +46,190 @@ def train(
     head: DraftHead,
     examples: Sequence[Example],
     folder: Path,
+    measure: Callable[[DraftHead], float],
+    adapters: TargetAdapters,
 ) -> DraftHead:
-    """Train ``head`` on ``examples`` and return it; checkpoints, metrics and tracker files go to ``folder``.
+    """Train ``head`` on ``examples`` and return it as it was when ``measure`` (its acceptance length) found it best;
+    checkpoints, metrics and tracker files go to ``folder``. ``adapters``: of the target, trained along and left as they
+    were when the head was best; there may be none.
 
     Raises ``Interrupted`` after a signal (the checkpoint is written first) and ``RunFailed`` for a loss that is not
     finite, naming the step, the batch and the newest checkpoint.
     """
-    optim, rank, ranks = config.optim, accelerator.process_index, accelerator.num_processes
-    trained = [p for p in head.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
-    resumed = resume_newest(folder / "checkpoints", head, optimizer) if config.resume else None
-    first = resumed.step if resumed else 0
-    if resumed and first < optim.steps:
-        accelerator.print(f"resuming from {resumed.path}")
-    if first >= optim.steps:
-        return head
-    answer = sum(len(e.answer) for e in examples) / len(examples)
-    uses = round(optim.batch_tokens * (optim.steps - first) / answer)
-    source = StateSource(target, examples, head.capture_layers, config.states, uses=uses)
+    optim, selection, rank = config.optim, config.selection, accelerator.process_index
+    kept = folder / "checkpoints"
+    saved = newest_checkpoint(kept) if config.resume else None
+    first, history = (saved.step, list(saved.history)) if saved else (0, [])
+    if saved and (first >= optim.steps or is_exhausted(history, selection.patience)):
+        return _best(head, kept, saved, adapters)
+    module = trained_head(head, target.logits_of(head.vocab.target_ids), config.loss, adapters)
+    source = _source(config, accelerator, target, head, examples, folder, first)
     if first == 0:
-        head.start_from(_first_batches(source, len(examples)))
-    wrapped, optimizer = accelerator.prepare(head, optimizer)
-    head.train()
-    weights_K = step_weights(_steps(head), _decay(head))
+        head.start_from(_first_packs(source, examples))
+    whole = spare_head(accelerator, head)
+    if saved:
+        load_module(module, saved)
+    wrapped, optimizer = prepared(accelerator, module, optim, target.dtype, module.groups)
+    if saved:
+        accelerator.print(f"resuming from {saved.path}")
+        restore(accelerator, wrapped, optimizer, saved)
+    wrapped.train()
     journal = Journal(folder / "metrics.jsonl", first) if accelerator.is_main_process else None
-    order = _batches_from(first, examples, optim.batch_tokens, config.seed, ranks)
-    checkpoint: Path | None = resumed.path if resumed else None
     with (
         tqdm(total=optim.steps, initial=first, unit="step", desc=f"training {head.kind}", disable=rank > 0) as bar,
-        _stop_requests() as stop,
+        stop_requests() as stop,
     ):
-        teacher = target.logits_of(head.vocab.target_ids)
-        for step in range(first, optim.steps):
+        for step, packs in _steps(first, config, examples, accelerator):
             started = time.perf_counter()
-            supervision = source.supervision(next(order)[rank])
-            counts = torch.tensor([supervision.supervised.sum().item(), supervision.batch.lengths.sum().item()])
-            counts = accelerator.reduce(counts.to(accelerator.device), "sum")
-            positions = float(counts[0])
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(optim, step)
-            rows = wanted_rows(supervision, len(weights_K))
-            with accelerator.autocast():
-                outputs = wrapped(supervision.states, supervision.batch.tokens, rows)
-            result = objective(outputs, rows, head, teacher, supervision, weights_K, positions)
-            accelerator.backward(result.loss * ranks)  # DDP averages over ranks; the divisor already spans them
-            norm = accelerator.clip_grad_norm_(trained, optim.clip)
-            loss = float(accelerator.reduce(result.loss.detach(), "sum"))
-            if not (math.isfinite(loss) and math.isfinite(float(norm))):
+                group["lr"] = learning_rate(optim, step) * group["share"]
+            losses = _backward(accelerator, wrapped, source, packs)
+            norm = update(accelerator, wrapped, optimizer, optim.clip)
+            if not (math.isfinite(float(losses.loss)) and math.isfinite(norm)):
                 raise RunFailed(
-                    f"step {step + 1}: the loss ({loss}) or gradient is not finite, in the batch of "
-                    f"{', '.join(supervision.batch.ids)}; newest checkpoint: {checkpoint or 'none'}"
+                    f"step {step + 1}: the loss ({float(losses.loss)}) or gradient is not finite, in the batch of "
+                    f"{', '.join(examples[i].id for pack in packs.of_rank[rank] for i in pack)}; newest checkpoint: "
+                    f"{saved.path if saved else 'none'}"
                 )
-            optimizer.step()
-            optimizer.zero_grad()
+            module.remember(losses.acceptance, losses.terms)
 
             done = step + 1
-            accepted = accelerator.reduce(result.accepted, "sum")
-            possible = accelerator.reduce(result.possible, "sum")
-            per_position = (accepted / possible.clamp(min=1)).tolist()  # teacher-forced, on the training text
-            speed = float(counts[1]) / (time.perf_counter() - started)
-            metrics: dict[str, Any] = {
-                "loss": loss,
-                "acceptance_length": 1 + sum(per_position),
-                "acceptance_at": per_position,
-                "gradient_norm": float(norm),
-                "lr": optimizer.param_groups[0]["lr"],
-                "tokens_per_second": speed,
-            }
+            last = done == optim.steps
+            speed = packs.tokens / (time.perf_counter() - started)
+            metrics = _metrics(losses, norm, learning_rate(optim, step), speed)
+            due = selection.every > 0 and (last or done % selection.every == 0)
+            if due:
+                refresh(accelerator, wrapped, whole)
+                history.append(_measured(accelerator, done, whole, measure, together=config.shard_target))
+                metrics["measured_acceptance_length"] = history[-1].acceptance_length
             if journal:
                 journal.write(done, metrics)
             if config.tracker != "none":
-                accelerator.log({**_scalars(metrics)}, step=done)
-            bar.set_postfix_str(
-                f"loss {loss:.3f}, accepts {metrics['acceptance_length']:.2f}, {speed:.0f} tokens/s",
-                refresh=False,
-            )
+                accelerator.log(_scalars(metrics), step=done)
+            bar.set_postfix_str(_summary(metrics, history), refresh=False)
             bar.update()
-            stopping = stop.requested and done < optim.steps
-            if accelerator.is_main_process and (done % config.checkpoint.every == 0 or done == optim.steps or stopping):
-                checkpoint = save_checkpoint(folder / "checkpoints", done, head, optimizer, config.checkpoint.keep)
-            if stopping:
+            ends = last or is_exhausted(history, selection.patience)
+            stops = any_process(accelerator, stop.requested)
+            if done % config.checkpoint.every == 0 or due or ends or stops:
+                tensors = whole_state(accelerator, wrapped, optimizer)
+                if accelerator.is_main_process:
+                    path = save_checkpoint(kept, done, *tensors, history, config.checkpoint.keep)
+                    saved = Checkpoint(done, path, list(history))
+            if ends:
+                break
+            if stops:
                 raise Interrupted(f"stopped after step {done}; go on with --resume")
-    return head
+    refresh(accelerator, wrapped, whole)
+    if config.shard_target:  # all processes need the head to export
+        accelerator.wait_for_everyone()
+        saved = newest_checkpoint(kept)
+    exports = accelerator.is_main_process or config.shard_target
+    return _best(whole, kept, saved, adapters) if saved and exports else whole
 
 
-def _batches_from(
-    first: int, examples: Sequence[Example], batch_tokens: int, seed: int, ranks: int
-) -> Iterator[list[list[int]]]:
-    """Every step's batches, one per rank, beginning at step ``first``; epochs follow each other without end."""
-    epoch, waiting, step = 0, [], 0
-    while True:
-        waiting += epoch_batches(examples, batch_tokens, seed=seed, epoch=epoch)
-        epoch += 1
-        while len(waiting) >= ranks:
-            share, waiting = waiting[:ranks], waiting[ranks:]
-            if step >= first:
-                yield share
-            step += 1
+def _steps(
+    first: int, config: RunConfig, examples: Sequence[Example], accelerator: Accelerator
+) -> Iterator[tuple[int, StepPacks]]:
+    cap = config.loss.sequence_cap
+    return step_packs(first, examples, config.optim, config.seed, accelerator.num_processes, cap)
 
 
-def _first_batches(source: StateSource, examples: int) -> Iterator[tuple[TargetStates, Tensor, Tensor]]:
+def _backward(accelerator: Accelerator, wrapped: nn.Module, source: StateSource, packs: StepPacks) -> Losses:
+    """Run this rank's packs forward and backward; the step's losses and counts over all of them and all ranks."""
+    rank = accelerator.process_index
+    sums: Tensor | float = 0.0
+    for number in range(packs.rounds):
+        # Ranks with fewer packs run one again for nothing: shards meet in every pass.
+        at_once = [share[number if number < len(share) else 0] for share in packs.of_rank]
+        counts = number < len(packs.of_rank[rank])
+        supervision = source.supervision(at_once[rank], packs.weights)
+        keep_in_step(source.target, [source.passes(pack) for pack in at_once], rank)
+        with accumulating(accelerator, wrapped, last=number == packs.rounds - 1):
+            with accelerator.autocast():
+                losses = wrapped(supervision, packs.positions)
+            # Gradients are averaged over ranks; the divisor already spans them.
+            backward(accelerator, wrapped, losses.loss * (accelerator.num_processes if counts else 0))
+        sums = sums + torch.cat([x.detach().float().reshape(-1) for x in losses]) * counts
+    loss, *others = accelerator.reduce(sums, "sum").split([1, *[len(losses.terms)] * 4])
+    return Losses(loss[0], *others)
+
+
+def _measured(
+    accelerator: Accelerator, done: int, whole: DraftHead, measure: Callable[[DraftHead], float], together: bool
+) -> Choice:
+    """What the first process measures, on every process; ``together``: all of them have to run the target."""
+    found = [measure(whole) if accelerator.is_main_process or together else 0.0]
+    return Choice(done, broadcast_object_list(found)[0])
+
+
+def _source(
+    config: RunConfig,
+    accelerator: Accelerator,
+    target: LowBitTarget,
+    head: DraftHead,
+    examples: Sequence[Example],
+    folder: Path,
+    first: int,
+) -> StateSource:
+    answer = sum(len(e.answer) for e in examples) / len(examples)
+    with nullcontext() if config.shard_target else accelerator.main_process_first():  # others find states on disk
+        return StateSource(
+            target,
+            examples,
+            head.capture_layers,
+            head.draft_steps,
+            config.states,
+            uses=round(config.optim.batch_tokens * accelerator.num_processes * (config.optim.steps - first) / answer),
+            cache=config.states.folder or folder / "states",
+        )
+
+
+def _first_packs(source: StateSource, examples: Sequence[Example]) -> Iterator[tuple[TargetStates, Tensor, Tensor]]:
     """States for a start from data, until ``_START_POSITIONS`` supervised positions are seen."""
     seen = 0
-    for begin in range(0, examples, 16):
-        supervision = source.supervision(range(begin, min(begin + 16, examples)))
-        yield supervision.states, supervision.batch.tokens, supervision.supervised
-        seen += int(supervision.supervised.sum())
+    for begin in range(0, len(examples), 16):
+        supervision = source.supervision(range(begin, min(begin + 16, len(examples))))
+        supervised = supervision.supervised & (supervision.documents.positions > 0)
+        yield supervision.states, supervision.pack.tokens, supervised
+        seen += int(supervised.sum())
         if seen >= _START_POSITIONS:
             return
 
 
-def _steps(head: DraftHead) -> int:
-    return int(getattr(head.config, "steps", None) or head.config.heads)
+def _best(whole: DraftHead, kept: Path, newest: Checkpoint, adapters: TargetAdapters) -> DraftHead:
+    """The head of the best measurement, or the newest where nothing was measured; the adapters are set likewise."""
+    best = best_of(newest.history)
+    chosen = newest
+    if best is not None and best.step != newest.step:
+        path = path_of(kept, best.step)
+        found = read_checkpoint(path, "it was the best by acceptance")
+        if found is None:
+            raise RunFailed(f"the head of step {best.step} was the best by acceptance, but {path} is damaged")
+        chosen = found
+    load_head_weights(whole, chosen)
+    load_adapters(adapters, chosen)
+    return whole
 
 
-def _decay(head: DraftHead) -> float:
-    return float(getattr(head.config, "step_decay", 0.8))
+def _metrics(losses: Losses, norm: float, lr: float, speed: float) -> dict[str, Any]:
+    at = (losses.accepted / losses.possible.clamp(min=1)).tolist()  # teacher-forced, on the training text
+    return {
+        "loss": float(losses.loss),
+        "acceptance_length": 1 + sum(at),
+        "acceptance_at": at,
+        "gradient_norm": norm,
+        "lr": lr,
+        "tokens_per_second": speed,
+    }
+
+
+def _summary(metrics: dict[str, Any], history: Sequence[Choice]) -> str:
+    best = best_of(history)
+    return (
+        f"loss {metrics['loss']:.3f}, accepts {metrics['acceptance_length']:.2f}, "
+        f"{metrics['tokens_per_second']:.0f} tokens/s"
+        + (f", measured {best.acceptance_length:.3f} at step {best.step}" if best else "")
+    )
 
 
 def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
@@ -180,26 +241,3 @@ def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
         else:
             flat[name] = value
     return flat
-
-
-class _Stop:
-    requested = False
-
-
-@contextmanager
-def _stop_requests() -> Iterator[_Stop]:
-    """Ctrl-C or SIGTERM asks the loop to finish its step; a second Ctrl-C stops at once."""
-    stop = _Stop()
-
-    def ask(number: int, _frame: object) -> None:
-        if stop.requested:
-            raise KeyboardInterrupt
-        stop.requested = True
-        print(f"\n{signal.Signals(number).name}: writing a checkpoint after this step", file=sys.stderr)
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -11,15 +11,16 @@ The run folder:
 
 import hashlib
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
-from accelerate.utils import ProjectConfiguration, set_seed
+from accelerate.utils import set_seed
 
 from bitdraft.data.calibration import calibration_text
 from bitdraft.data.chat import Example, end_of_turn_ids, written_examples
@@ -27,25 +28,32 @@ from bitdraft.data.demo_target import resolve_target
 from bitdraft.data.regenerate import AnswerSettings, on_policy_examples
 from bitdraft.data.sources import Conversation, demo_file, read_conversations
 from bitdraft.quant.files import write_text_atomically
+from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.profiles import load_recipe_for
 from bitdraft.quant.recipe import Recipe
 from bitdraft.quant.target import LowBitTarget, load_target, load_tokenizer
-from bitdraft.speculators.base import DraftHead, check_layers
+from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.drafting import DraftPlan
-from bitdraft.speculators.eagle3 import Eagle3Config
 from bitdraft.speculators.load import load_head
-from bitdraft.speculators.registry import HEADS
-from bitdraft.speculators.vocab import DraftVocab, default_draft_size
+from bitdraft.train.adapted_target import TargetAdapters, check_adaptable
 from bitdraft.train.config import RunConfig
 from bitdraft.train.config_io import to_plain, to_yaml
-from bitdraft.train.environment import Environment, chosen_dtype
+from bitdraft.train.environment import Environment
+from bitdraft.train.exporting.adapter import FinishedAdapter
 from bitdraft.train.exporting.checked import export_checked
+from bitdraft.train.launch import make_accelerator, wants_bf16
 from bitdraft.train.loop import train
 from bitdraft.train.measuring.acceptance import Decoding, measure, require_lossless
 from bitdraft.train.measuring.document import document, result, table
 from bitdraft.train.measuring.prompt_sets import PromptSet
+from bitdraft.train.placement import first_device, place
+from bitdraft.train.selection import acceptance_of
+from bitdraft.train.starting import as_served, check_head_settings, make_head
 
-_MAY_DIFFER = ("resume", "checkpoint", "acceptance", "tracker", "output_dir", "compile_quantizer", "states")
+_MAY_DIFFER = (
+    *("resume", "checkpoint", "acceptance", "tracker", "output_dir", "compile_quantizer", "states"),
+    *("device_map", "shard_target"),
+)
 """Fields that may change between a run and its resumption."""
 
 
@@ -54,6 +62,10 @@ class Finished:
     folder: Path
     export: Path
     acceptance: Path
+
+    @classmethod
+    def under(cls, folder: Path) -> "Finished":
+        return cls(folder, folder / "export", folder / "acceptance.json")
 
     def is_whole(self, config: RunConfig) -> bool:
         """Whether the run has nothing left to do: exported, measured as asked, and no answer found to differ."""
@@ -73,21 +85,23 @@ def run(config: RunConfig, environment: Environment) -> Finished:
     folder = config.run_dir
     recipe = load_recipe_for(config.target_quant, config.target_profile)
     text_recipe = load_recipe_for(config.answers.quant, config.target_profile) if config.answers.quant else recipe
-    conversations = read_conversations(config.data or [demo_file("train")])[: config.prompts]
+    if config.draft_quant:
+        load_recipe(config.draft_quant)  # an unknown name ends the run before anything is loaded
+    conversations, traffic = _conversations(config)
     heldout = read_conversations(config.acceptance.data or [demo_file("heldout")])
-    accelerator = _accelerator(config, environment, folder)
-    contents = _contents(recipe, text_recipe, conversations)
+    accelerator = make_accelerator(config, environment, folder)
+    contents = _contents(recipe, text_recipe, conversations, traffic)
     if accelerator.is_main_process:
         _open_run(folder, config, contents)
     accelerator.wait_for_everyone()
-    finished = Finished(folder, folder / "export", folder / "acceptance.json")
+    finished = Finished.under(folder)
     if finished.is_whole(config):
         accelerator.print(f"{folder} is finished: head in {finished.export}")
         return finished
     set_seed(config.seed)
 
     name = resolve_target(config.target, environment.cache_dir)
-    dtype = _dtype(config, accelerator)
+    dtype = torch.bfloat16 if wants_bf16(config, accelerator.device.type) else torch.float32
     tokenizer = load_tokenizer(name, trust_remote_code=config.trust_remote_code)
     target = _load(config, name, recipe, dtype, accelerator, tokenizer)
     accelerator.print(
@@ -96,61 +110,75 @@ def run(config: RunConfig, environment: Environment) -> Finished:
         f"quantizer {'compiled' if target.applied.quantizer.compiled else 'eager'}\n"
         f"{target.applied.summary()}"
     )
-    _check_head_settings(config, target)
-    with accelerator.main_process_first():  # the others read the answers from the cache
+    check_head_settings(config, target)
+    check_adaptable(config.target_lora, target, accelerator)
+    with nullcontext() if config.shard_target else accelerator.main_process_first():  # others read the cache
         examples = _examples(
             config, environment, accelerator, name, dtype, text_recipe, target, tokenizer, conversations
         )
-    head = _make_head(config, target, tokenizer, examples, accelerator)
-    head = train(config, accelerator, target, head, examples, folder)
+    head = make_head(config, target, tokenizer, examples, accelerator.print)
+    if config.tracker != "none":
+        accelerator.init_trackers("bitdraft", config={k: str(v) for k, v in to_plain(config).items()})
+    adapters = TargetAdapters(target, config.target_lora, config.seed)
+
+    def measure_selection(head: DraftHead) -> float:
+        with adapters.on():
+            return acceptance_of(target, head, tokenizer, traffic, config.selection)
+
+    head = train(config, accelerator, target, head, examples, folder, measure_selection, adapters)
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
+    if accelerator.is_main_process or config.shard_target:  # a target in parts runs in all processes or in none
+        scratch = TemporaryDirectory()
+        out = finished if accelerator.is_main_process else Finished.under(Path(scratch.name))
+        head = as_served(head, config)
+        adapter = FinishedAdapter.of(adapters, examples, accelerator.print)
         facts = {
             "answers_by": "the data" if config.answers.source == "file" else text_recipe.name,
             "data_fingerprint": contents["data"],
             "examples": len(examples),
             "steps": config.optim.steps,
             "seed": config.seed,
+            **({"head_recipe": load_recipe(config.draft_quant).name} if config.draft_quant else {}),
+            **adapter.facts,
         }
-        _export_and_measure(config, target, head, tokenizer, heldout, finished, facts)
+        with adapters.on():
+            _export_and_measure(config, target, head, tokenizer, heldout, out, facts, adapter)
     accelerator.end_training()
     return finished
 
 
-def _accelerator(config: RunConfig, environment: Environment, folder: Path) -> Accelerator:
-    trackers = [str(t.value) for t in get_available_trackers()]
-    if config.tracker not in ("none", *trackers):
-        raise ValueError(f"tracker {config.tracker!r} is not installed (there are: {', '.join(trackers)}, none)")
-    cpu = config.device == "cpu" or (config.device == "auto" and not torch.accelerator.is_available())
-    accelerator = Accelerator(
-        cpu=cpu,
-        mixed_precision="bf16" if _wants_bf16(config, "cpu" if cpu else "accelerator") else "no",
-        log_with=None if config.tracker == "none" else config.tracker,
-        project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "tracker")),
-    )
-    if config.device not in ("auto", accelerator.device.type):
-        raise ValueError(f"device {config.device!r} is not here: accelerate finds {accelerator.device.type!r}")
-    if accelerator.num_processes != environment.launched_processes:
+def _conversations(config: RunConfig) -> tuple[list[Conversation], list[Conversation]]:
+    """What is trained on, and the traffic by which the head is selected; no record is in both."""
+    data = read_conversations(config.data or [demo_file("train")])[: config.prompts]
+    chosen = config.selection
+    if not chosen.every:
+        return data, []
+    if chosen.data or not config.data:
+        return data, read_conversations(chosen.data or [demo_file("traffic")])[: chosen.prompts]
+    held = min(chosen.prompts, len(data) // 5)
+    if held == 0:
         raise ValueError(
-            f"the launcher started {environment.launched_processes} processes but accelerate sees "
-            f"{accelerator.num_processes}: every one would train alone; launch with torchrun"
+            f"the data has {len(data)} records, too few to hold some back for selection: give selection.data, or set "
+            "selection.every to 0"
         )
-    return accelerator
+    return data[:-held], data[-held:]
 
 
-def _wants_bf16(config: RunConfig, device: str) -> bool:
-    return chosen_dtype(config.dtype, device) == torch.bfloat16
-
-
-def _dtype(config: RunConfig, accelerator: Accelerator) -> torch.dtype:
-    return torch.bfloat16 if _wants_bf16(config, accelerator.device.type) else torch.float32
-
-
-def _contents(recipe: Recipe, text_recipe: Recipe, conversations: list[Conversation]) -> dict[str, str]:
+def _contents(
+    recipe: Recipe, text_recipe: Recipe, conversations: list[Conversation], traffic: list[Conversation]
+) -> dict[str, str]:
     """Fingerprints of what a configuration only names: files, whose contents may change under their names."""
+    return {
+        "target_quant": recipe.fingerprint,
+        "answers.quant": text_recipe.fingerprint,
+        "data": _digest(conversations),
+        "selection.data": _digest(traffic),
+    }
+
+
+def _digest(conversations: list[Conversation]) -> str:
     texts = json.dumps([[m.as_dict() for m in c.messages] for c in conversations])
-    data = hashlib.sha256(texts.encode()).hexdigest()[:16]
-    return {"target_quant": recipe.fingerprint, "answers.quant": text_recipe.fingerprint, "data": data}
+    return hashlib.sha256(texts.encode()).hexdigest()[:16]
 
 
 def _open_run(folder: Path, config: RunConfig, contents: dict[str, str]) -> None:
@@ -186,15 +214,17 @@ def _with_defaults(before: Any, defaults: Any = None) -> Any:
 def _load(
     config: RunConfig, name: str, recipe: Recipe, dtype: torch.dtype, accelerator: Accelerator, tokenizer: Any
 ) -> LowBitTarget:
-    return load_target(
+    target = load_target(
         name,
         recipe,
         dtype=dtype,
-        device=str(accelerator.device),
+        device=first_device(config.device_map, config.shard_target, accelerator),
         compile_quantizer=config.compile_quantizer,
         calibration=calibration_text(config.calibration, recipe, tokenizer),
         trust_remote_code=config.trust_remote_code,
     )
+    place(target, config.device_map, config.shard_target, accelerator)
+    return target
 
 
 def _examples(
@@ -238,41 +268,6 @@ def _examples(
     return examples
 
 
-def _check_head_settings(config: RunConfig, target: LowBitTarget) -> None:
-    """Refuse what can never fit this target before the answers are written."""
-    settings = getattr(config, config.head)
-    if isinstance(settings, Eagle3Config):
-        check_layers(settings.capture_layers or (), target)
-        size = settings.draft_vocab_size or 0
-        if size > target.vocab_size:
-            raise ValueError(
-                f"eagle3.draft_vocab_size {size} exceeds the target's vocabulary of {target.vocab_size}: lower it"
-            )
-
-
-def _make_head(
-    config: RunConfig, target: LowBitTarget, tokenizer: Any, examples: list[Example], accelerator: Accelerator
-) -> DraftHead:
-    vocab = DraftVocab.full(target.vocab_size)
-    settings = getattr(config, config.head)
-    if isinstance(settings, Eagle3Config):
-        size = settings.draft_vocab_size or default_draft_size(target.vocab_size)
-        written = [torch.tensor(e.answer, dtype=torch.int64) for e in examples]
-        special = {*tokenizer.all_special_ids, *end_of_turn_ids(target.model, tokenizer)}
-        vocab = DraftVocab.most_frequent(written, size, target.vocab_size, special)
-        share = f"{len(vocab):,} of {target.vocab_size:,} tokens"
-        accelerator.print(f"draft vocabulary: {share}, {vocab.coverage(written):.2%} of the answers")
-    torch.manual_seed(config.seed)  # the same fresh weights whatever ran before
-    head = HEADS[config.head].from_target(settings, target, vocab).float().to(target.device)
-    trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
-    accelerator.print(
-        f"{head.kind} head: {trained / 1e6:.1f} M trained parameters, captured layers {list(head.capture_layers)}"
-    )
-    if config.tracker != "none":
-        accelerator.init_trackers("bitdraft", config={k: str(v) for k, v in to_plain(config).items()})
-    return head
-
-
 def _export_and_measure(
     config: RunConfig,
     target: LowBitTarget,
@@ -281,6 +276,7 @@ def _export_and_measure(
     heldout: list[Conversation],
     out: Finished,
     facts: dict[str, Any],
+    adapter: FinishedAdapter,
 ) -> None:
     """Export, and measure with what is loaded from the export."""
     measured = config.acceptance
@@ -288,7 +284,9 @@ def _export_and_measure(
     prompts = PromptSet(name, tuple(heldout[: measured.prompts]))
     how = Decoding(max_new_tokens=measured.max_new_tokens, batch_size=measured.batch_size)
     longest = max(measured.draft_lengths, default=min(3, head.longest_draft or 3))
-    export_checked(head, target, out.export, tokenizer, prompts, draft_length=longest, facts=facts)
+    export_checked(
+        head, target, out.export, tokenizer, prompts, draft_length=longest, facts=facts, beside=adapter.write
+    )
     if not measured.draft_lengths:
         return
     plans = [DraftPlan(length=length) for length in measured.draft_lengths]
@@ -304,7 +302,7 @@ def _export_and_measure(
         results=[result(prompts, m) for m in results],
         warnings=[text for m in results for text in m.warnings],
     )
-    content["settings"] = to_plain(measured)
+    content |= {"settings": to_plain(measured), **adapter.facts}
     write_text_atomically(out.acceptance, json.dumps(content, indent=2) + "\n")
     require_lossless(results)
     print(f"head: {out.export}\nacceptance: {out.acceptance}")

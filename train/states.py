@@ -1,90 +1,108 @@
-"""Where the loop gets the target's states from: computed at every step, or once and kept in memory."""
+"""Where the loop gets the target's states from: computed at every step, or once and kept in memory or on disk."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from bitdraft.data.batches import Batch, make_batch
+from bitdraft.data.capture import DocumentStates, capture, capture_pack, document_length, groups_for
 from bitdraft.data.chat import Example
+from bitdraft.data.packing import Pack, make_pack
+from bitdraft.data.state_cache import CacheIdentity, StateCache, write_cache
 from bitdraft.quant.target import LowBitTarget, TargetStates
+from bitdraft.speculators.documents import Documents
+from bitdraft.train.config import StatesConfig
 
 _AUTO_LIMIT = 2 * 1024**3  # bytes of states that `auto` keeps
 
 
 @dataclass(frozen=True)
 class Supervision:
-    """A batch as a head is trained on it."""
+    """A pack as a head is trained on it."""
 
-    batch: Batch
+    pack: Pack
     states: TargetStates
-    first_choices: Tensor  # [B, T] the target's greedy next token, where ``supervised``; 0 elsewhere
-    supervised: Tensor  # [B, T] bool: the token that the target predicts here was written by the assistant
+    documents: Documents
+    first_choices: Tensor  # [N] the target's greedy next token, where ``supervised``; 0 elsewhere
+    log_normalisers: Tensor  # [N] fp32 logsumexp of the target's logits over its whole vocabulary, likewise
+    supervised: Tensor  # [N] bool: the token that the target predicts here was written by the assistant
+    weights: Tensor  # [D] what each document's positions weigh
 
 
 class StateSource:
-    """Batches of examples with the target's states. Both modes give the same supervision."""
+    """Packs of examples with the target's states. All modes give the same supervision."""
 
     def __init__(
         self,
         target: LowBitTarget,
         examples: Sequence[Example],
-        capture: Sequence[int],
-        mode: Literal["auto", "memory", "online"],
+        layers: Sequence[int],
+        steps: int,
+        config: StatesConfig,
         *,
         uses: int,
-        batch_size: int = 16,
+        cache: Path,
     ) -> None:
-        """``uses``: how many examples will be asked for in all; keeping states pays from the second use on."""
-        self.target, self.examples, self.capture = target, examples, tuple(capture)
-        tokens = sum(len(e.prompt) + len(e.answer) for e in examples)
-        needed = tokens * (len(self.capture) + 1) * target.hidden_size * target.dtype.itemsize
-        self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        if mode == "memory" or (mode == "auto" and needed <= _AUTO_LIMIT and uses > len(examples)):
-            self._keep_all(batch_size)
+        """``layers``: what the head captures; ``steps``: how many tokens ahead it drafts. ``uses``: how many examples
+        will be asked for in all: keeping states pays from the second use on. ``cache``: the folder of states on disk,
+        which is filled unless it holds them.
+        """
+        self.target, self.examples, self.layers, self.steps = target, examples, tuple(layers), steps
+        self._read: Callable[[int], DocumentStates] | None = None
+        tokens = sum(map(document_length, examples))
+        needed = tokens * (len(self.layers) + 1) * target.hidden_size * target.dtype.itemsize
+        if config.mode == "disk":
+            kept = _on_disk(target, examples, self.layers, config, cache)
+            self._read = lambda i: kept.read(i, target.device)
+        elif config.mode == "memory" or (config.mode == "auto" and needed <= _AUTO_LIMIT and uses > len(examples)):
+            self._read = dict(capture(target, examples, self.layers, label="target states")).__getitem__
 
-    def _keep_all(self, batch_size: int) -> None:
-        order = sorted(
-            range(len(self.examples)), key=lambda i: len(self.examples[i].prompt) + len(self.examples[i].answer)
-        )
-        with tqdm(total=len(order), unit="example", desc="target states") as bar:
-            for start in range(0, len(order), batch_size):
-                chosen = order[start : start + batch_size]
-                found = self._compute(make_batch([self.examples[i] for i in chosen]))
-                for row, i in enumerate(chosen):
-                    n = int(found.batch.lengths[row])
-                    self._kept[i] = (
-                        found.states.captured[row, :n].clone(),
-                        found.states.last_hidden[row, :n].clone(),
-                        found.first_choices[row, :n].clone(),
-                    )
-                bar.update(len(chosen))
+    def passes(self, indices: Sequence[int]) -> int:
+        """How often ``supervision`` of these examples runs the target."""
+        if self._read is not None:
+            return 0
+        return len(groups_for(self.target, [document_length(self.examples[i]) for i in indices]))
 
-    def supervision(self, indices: Sequence[int]) -> Supervision:
-        """The examples at ``indices``, as one padded batch on the target's device."""
-        batch = make_batch([self.examples[i] for i in indices])
-        if not self._kept:
-            return self._compute(batch)
-        captured, last, choices = (
-            torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
-            for parts in zip(*(self._kept[i] for i in indices), strict=True)
-        )
-        batch = batch.to(self.target.device)
-        return Supervision(batch, TargetStates(captured, last), choices, _predicts_written(batch))
-
-    def _compute(self, batch: Batch) -> Supervision:
-        batch = batch.to(self.target.device)
-        states = self.target.states(batch.tokens, capture=self.capture)
-        supervised = _predicts_written(batch)
-        choices = torch.zeros_like(batch.tokens)
-        choices[supervised] = self.target.top_tokens(states.last_hidden[supervised])
-        return Supervision(batch, states, choices, supervised)
+    def supervision(self, indices: Sequence[int], weights: Mapping[int, float] | None = None) -> Supervision:
+        """The examples at ``indices``, as one pack on the target's device. ``weights``: what the positions of each
+        example weigh, by default 1."""
+        chosen = [self.examples[i] for i in indices]
+        if self._read is None:
+            states = capture_pack(self.target, chosen, self.layers)
+        else:
+            states = DocumentStates.packed([self._read(i) for i in indices])
+        factors = [1.0 if weights is None else weights[i] for i in indices]
+        return supervise(make_pack(chosen), states, self.steps, factors, self.target.device)
 
 
-def _predicts_written(batch: Batch) -> Tensor:
-    """``[B, T]``: position ``j`` predicts token ``j + 1``, so the mask of written tokens shifts left by one."""
-    written = batch.written()
-    return torch.cat([written[:, 1:], torch.zeros_like(written[:, :1])], dim=1)
+def supervise(
+    pack: Pack, states: DocumentStates, steps: int, weights: Sequence[float], device: torch.device
+) -> Supervision:
+    """Where drafting begins: at every row from which some of the ``steps`` predicts a supervised position."""
+    drafts = []
+    for begin, end, prompt in zip(pack.bounds[:-1], pack.bounds[1:], pack.prompt_lengths, strict=True):
+        first = begin + max(0, prompt - 1 - steps)
+        drafts.append((first, max(first, end - 2)))
+    return Supervision(
+        pack.to(device),
+        TargetStates(states.captured.to(device), states.last_hidden.to(device)),
+        Documents(pack.bounds, tuple(drafts), str(device)),
+        states.first_choices.to(device),
+        states.log_normalisers.to(device),
+        pack.predicts_written().to(device),
+        torch.tensor(weights, device=device),
+    )
+
+
+def _on_disk(
+    target: LowBitTarget, examples: Sequence[Example], layers: Sequence[int], config: StatesConfig, folder: Path
+) -> StateCache:
+    identity = CacheIdentity.of(target, examples, layers, config.storage)
+
+    def produce(indices: Sequence[int]) -> Iterator[tuple[int, DocumentStates]]:
+        return capture(target, examples, layers, indices=indices)
+
+    write_cache(folder, identity, examples, produce, shard_tokens=config.shard_tokens, label="target states")
+    return StateCache.open(folder, identity)

@@ -23,7 +23,7 @@ from bitdraft.speculators.formats.maps import map_tensors, read_vocab
 from bitdraft.speculators.low_bit import low_bit_layers, low_bit_tensors, restore_low_bit
 
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-_OURS = ("steps", "step_decay")  # settings of training that no engine reads
+_OURS = ("steps",)  # settings of training that no engine reads
 _ROTATION = ("rope_parameters", "rope_theta", "rope_scaling")
 _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads")
 _COUNTS = (*_NEEDED, "num_key_value_heads", "head_dim")
@@ -36,8 +36,9 @@ def plain_tensors(head: Eagle3Head) -> dict[str, Tensor]:
     out = {
         name: weight.detach().to(WRITTEN)
         for name, weight in head.named_parameters()
-        if name not in low_bit and name not in ("fc.weight", "embed_tokens.weight")
+        if name not in low_bit and name != "fc.weight" and not name.startswith(("embed_tokens.", "lm_head."))
     }
+    out["lm_head.weight"] = head.whole_output.to(WRITTEN)
     if "fc.weight" not in low_bit:
         out["fc.weight"] = head.folded_fc.to(WRITTEN)
     return {**out, **low_bit_tensors(head), **map_tensors(head.vocab)}

@@ -47,8 +47,8 @@ def build(
     weights: dict[str, Tensor],
     target: LowBitTarget,
 ) -> MedusaHead:
-    """Heads from ``weights`` under their own names (``blocks.{head}.layers.{block}``, ``lm_heads.{head}``, or
-    ``lm_head.weight`` for the shared output, by default the target's).
+    """Heads from ``weights`` under their own names (``blocks.{head}.layers.{block}``, ``links.{head}``,
+    ``lm_heads.{head}``, or ``lm_head.weight`` for the shared output, by default the target's).
 
     Raises ``ValueError`` for a target of another shape and for settings that cannot be computed; ``RuntimeError`` as
     ``load_state_dict`` does.
@@ -69,7 +69,8 @@ def build(
     borrowed = None
     if not shape.own_output:
         borrowed = weights.pop("lm_head.weight", target.output_weight.detach()).to(target.device, target.dtype)
-    head = MedusaHead(shape, target.hidden_size, DraftVocab.full(target.vocab_size), borrowed)
+    vocab, read = DraftVocab.full(target.vocab_size), target.embedding.weight.detach()
+    head = MedusaHead(shape, target.hidden_size, vocab, borrowed, read if shape.link else None)
     restore_low_bit(head, config, weights)
     head.load_state_dict(weights)
     return head

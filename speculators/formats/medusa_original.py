@@ -7,6 +7,10 @@ again where ours share it: text-generation-inference asks for all of them.
 The file has the name that it asks for, ``medusa_lm_head.safetensors``. vLLM takes any safetensors file of the folder,
 reads these names too and, told ``original_lm_head``, keeps a shared output once; so one folder serves both. The
 authors' own loader reads only pickles (``medusa_lm_head.pt``), which are not written here.
+
+Linked heads, which no engine computes, are written for our own reader: ``{head}.link.weight`` beside the rest. Engines
+would leave that tensor out without a word, so the configuration has none of the fields by which they know Medusa heads:
+vLLM knows no such ``model_type``, and text-generation-inference looks for ``medusa_num_heads``.
 """
 
 import re
@@ -26,7 +30,9 @@ NAME = "medusa-original"
 KIND = "medusa"
 ENGINES = ("vLLM", "text-generation-inference")
 WEIGHTS = "medusa_lm_head.safetensors"
+LINKED_MODEL_TYPE = "bitdraft-linked-medusa"
 _NAME = re.compile(r"(?:medusa_heads\.)?(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")
+_LINK = re.compile(r"(\d+)\.link\.weight")
 
 
 def is_this_format(config: dict[str, Any], names: set[str]) -> bool:
@@ -35,9 +41,8 @@ def is_this_format(config: dict[str, Any], names: set[str]) -> bool:
 
 
 def engines(head: MedusaHead) -> tuple[str, ...]:
-    """All: they compute whatever is written."""
-    del head
-    return ENGINES
+    """All, or none where heads are linked."""
+    return () if head.config.link else ENGINES
 
 
 def check(head: MedusaHead) -> None:
@@ -50,7 +55,9 @@ def tensors(head: MedusaHead) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for name, weight in head.state_dict().items():
         group, i, *rest = name.split(".")
-        if group == "blocks":
+        if group == "links":
+            out[f"{i}.link.weight"] = weight.detach().to(WRITTEN)
+        elif group == "blocks":
             out[f"{i}.{rest[1]}.linear.{rest[2]}"] = weight.detach().to(WRITTEN)
         else:
             out[f"{i}.{head.config.blocks}.weight"] = weight.detach().to(WRITTEN)
@@ -68,22 +75,25 @@ def shapes(head: MedusaHead) -> dict[str, tuple[int, ...]]:
     """The names and shapes of all tensors."""
     blocks = medusa.block_shapes(head, bias=True)
     outputs = [f"{i}.{head.config.blocks}.weight" for i in range(head.config.heads)]
+    width = head.target_hidden_size
     return {
         **{f"{i}.{j}.linear.{leaf}": shape for (i, j, leaf), shape in blocks.items()},
-        **dict.fromkeys(outputs, (head.vocab.target_size, head.target_hidden_size)),
+        **dict.fromkeys(outputs, (head.vocab.target_size, width)),
+        **{f"{i}.link.weight": (width, (i + 1) * width) for i in range(len(head.links))},
     }
 
 
 def config(head: MedusaHead, target: TargetFacts, draft_length: int) -> dict[str, Any]:
     """``config.json`` of the checkpoint."""
     del draft_length  # all heads draft unless the engine is told otherwise
-    return {
-        **medusa.settings(head, target),
-        "medusa_num_heads": head.config.heads,
-        "medusa_num_layers": head.config.blocks,
-        "medusa_fc_bias": True,
-        "bitdraft_head": {"own_output": head.config.own_output, "bias": head.config.bias},
-    }
+    chosen, known = head.config, dict[str, Any]()
+    ours: dict[str, Any] = {"own_output": chosen.own_output, "bias": chosen.bias}
+    if chosen.link:
+        known = {"model_type": LINKED_MODEL_TYPE, "architectures": ["LinkedMedusa"]}
+        ours |= {"link": True, "blocks": chosen.blocks}
+    else:
+        known = {"medusa_num_heads": chosen.heads, "medusa_num_layers": chosen.blocks, "medusa_fc_bias": True}
+    return {**medusa.settings(head, target), **known, "bitdraft_head": ours}
 
 
 def load(config: dict[str, Any], weights: dict[str, Tensor], target: LowBitTarget) -> DraftHead:
@@ -94,8 +104,9 @@ def load(config: dict[str, Any], weights: dict[str, Tensor], target: LowBitTarge
     stored outputs that differ all the same, for fewer heads than config.json claims, and for settings or tensors that
     they cannot represent.
     """
-    blocks = config["medusa_num_layers"]
     ours = config.get("bitdraft_head") or {}
+    link = bool(ours.get("link"))
+    blocks = ours["blocks"] if link else config["medusa_num_layers"]
     own, count = _own_names(weights, blocks)
     if count < config.get("medusa_num_heads", count):
         raise ValueError(f"config.json sets medusa_num_heads to {config['medusa_num_heads']} but {count} are stored")
@@ -113,13 +124,16 @@ def load(config: dict[str, Any], weights: dict[str, Tensor], target: LowBitTarge
         biases = [own.pop(name) for name in list(own) if name.startswith("blocks.") and name.endswith(".bias")]
         if any(bool(b.any()) for b in biases):
             raise ValueError("config.json says that the blocks have no bias, but a stored bias is not zero")
-    return medusa.build(MedusaConfig(heads=count, blocks=blocks, own_output=not shared, bias=bias), config, own, target)
+    shape = MedusaConfig(heads=count, blocks=blocks, own_output=not shared, bias=bias, link=link)
+    return medusa.build(shape, config, own, target)
 
 
 def _own_names(weights: dict[str, Tensor], blocks: int) -> tuple[dict[str, Tensor], int]:
     """The tensors under the heads' own names, and how many heads there are; ``ValueError`` for any other name."""
 
     def own(name: str) -> str:
+        if linked := _LINK.fullmatch(name):
+            return f"links.{linked[1]}.weight"
         found = _NAME.fullmatch(name)
         if found is None:
             raise ValueError(f"tensor {name} is none of a Medusa head's")

@@ -25,14 +25,18 @@ def is_this_format(config: dict[str, Any], names: set[str]) -> bool:
 
 
 def engines(head: MedusaHead) -> tuple[str, ...]:
-    """All: they compute whatever is written."""
+    """All: they compute whatever ``check`` lets through."""
     del head
     return ENGINES
 
 
 def check(head: MedusaHead) -> None:
-    """Holds whatever Medusa heads can be."""
-    del head
+    """``ValueError`` for heads that vLLM has no words for."""
+    if head.config.link:
+        raise ValueError(
+            "the heads read the tokens drafted before their own (medusa.link), which no engine computes: use the "
+            "format medusa-original, which holds them for Bitdraft alone"
+        )
 
 
 def tensors(head: MedusaHead) -> dict[str, Tensor]:

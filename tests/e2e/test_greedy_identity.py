@@ -13,11 +13,12 @@ import pytest
 import torch
 from hybrids import HYBRIDS, save_hybrid
 
-from bitdraft.data.batches import make_batch
+from bitdraft.data.capture import capture_pack
 from bitdraft.data.chat import Example, end_of_turn_ids, prompt_ids
+from bitdraft.data.packing import make_pack
 from bitdraft.data.sources import demo_file, read_conversations
 from bitdraft.quant.presets import load_recipe
-from bitdraft.quant.target import LowBitTarget, load_target, load_tokenizer
+from bitdraft.quant.target import LowBitTarget, TargetStates, load_target, load_tokenizer
 from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.decode import Generation, generate
 from bitdraft.speculators.drafting import DraftPlan, DynamicShape
@@ -74,9 +75,9 @@ def heads(
     vocab = DraftVocab.most_frequent([torch.tensor(a) for a in plain], size, target.vocab_size, ())
     eagle3 = Eagle3Head.from_target(Eagle3Config(steps=DEPTH), target, vocab)
     texts = [Example(str(i), "", tuple(p[-64:]), tuple(a)) for i, (p, a) in enumerate(zip(prompts, plain, strict=True))]
-    batch = make_batch(texts[:48])
-    states = target.states(batch.tokens, capture=eagle3.capture_layers)
-    eagle3.start_from([(states, batch.tokens, batch.written())])
+    found, pack = capture_pack(target, texts[:48], eagle3.capture_layers), make_pack(texts[:48])
+    states = TargetStates(found.captured, found.last_hidden)
+    eagle3.start_from([(states, pack.tokens, pack.written())])
     medusa = MedusaHead.from_target(MedusaConfig(heads=DEPTH), target, DraftVocab.full(target.vocab_size))
     return {h.kind: h.placed(target.device, target.dtype).eval() for h in (eagle3, medusa)}
 

@@ -17,11 +17,12 @@ import pytest
 import torch
 from tiny import save_tiny_target
 
-from bitdraft.data.batches import make_batch
+from bitdraft.data.capture import capture_pack
 from bitdraft.data.chat import Example, prompt_ids
+from bitdraft.data.packing import make_pack
 from bitdraft.data.sources import Conversation, read_conversations
 from bitdraft.quant.presets import load_recipe
-from bitdraft.quant.target import LowBitTarget, load_target, load_tokenizer
+from bitdraft.quant.target import LowBitTarget, TargetStates, load_target, load_tokenizer
 from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.decode import generate
 from bitdraft.speculators.eagle3 import Eagle3Config, Eagle3Head
@@ -90,11 +91,10 @@ def heads(target: LowBitTarget, prompts: list[list[int]], answers: list[list[int
     torch.manual_seed(0)
     vocab = DraftVocab.most_frequent([torch.tensor(a) for a in answers], 256, target.vocab_size, ())
     eagle3 = Eagle3Head.from_target(Eagle3Config(steps=K), target, vocab)
-    batch = make_batch(
-        [Example(str(i), "", tuple(p), tuple(a)) for i, (p, a) in enumerate(zip(prompts, answers, strict=True))]
-    )
-    states = target.states(batch.tokens, capture=eagle3.capture_layers)
-    eagle3.start_from([(states, batch.tokens, batch.written())])
+    texts = [Example(str(i), "", tuple(p), tuple(a)) for i, (p, a) in enumerate(zip(prompts, answers, strict=True))]
+    found, pack = capture_pack(target, texts, eagle3.capture_layers), make_pack(texts)
+    states = TargetStates(found.captured, found.last_hidden)
+    eagle3.start_from([(states, pack.tokens, pack.written())])
     medusa = MedusaHead.from_target(MedusaConfig(heads=K), target, DraftVocab.full(target.vocab_size))
     return [eagle3, medusa]
 

@@ -88,13 +88,13 @@ def make_eagle3() -> MakeEagle3:
 
 @pytest.fixture(scope="session")
 def make_medusa() -> MakeMedusa:
-    """``make_medusa(target, heads=3, scale=0.3)``: heads whose blocks are random; ``scale=0`` is a fresh one."""
+    """``make_medusa(target, heads=3, scale=0.3)``: heads with random blocks and links; ``scale=0`` is a fresh one."""
 
     def make(target: LowBitTarget, *, scale: float = 0.3, seed: int = 0, **config: Any) -> MedusaHead:
         torch.manual_seed(seed)
         head = MedusaHead.from_target(MedusaConfig(**config), target, DraftVocab.full(target.vocab_size))
-        for block in head.blocks.parameters():
-            torch.nn.init.normal_(block, std=scale)
+        for weight in (*head.blocks.parameters(), *head.links.parameters()):
+            torch.nn.init.normal_(weight, std=scale)
         return head.to(target.dtype)
 
     return make
@@ -139,10 +139,11 @@ def quick_head(make_eagle3: MakeEagle3, make_medusa: MakeMedusa) -> Callable[[st
     """``quick_head("eagle3 reduced", target)``: a random head for the quick target that drafts up to 4 tokens."""
 
     def get(kind: str, target: LowBitTarget) -> DraftHead:
-        if kind == "medusa":
-            return make_medusa(target, heads=4)
+        if kind in ("medusa", "medusa linked"):
+            return make_medusa(target, heads=4, link=kind == "medusa linked")
         ids = torch.arange(QUICK_VOCAB) if kind == "eagle3" else torch.tensor([0, 1, 2, 4, 5, 7, 8, 10])
-        return make_eagle3(target, vocab=DraftVocab(ids, QUICK_VOCAB))
+        rank = 5 if kind == "eagle3 low rank" else None
+        return make_eagle3(target, vocab=DraftVocab(ids, QUICK_VOCAB), output_rank=rank)
 
     return get
 
@@ -247,7 +248,7 @@ def make_head_for(make_eagle3: MakeEagle3, make_medusa: MakeMedusa) -> Callable[
 
     def of_kind(kind: str, target: LowBitTarget) -> DraftHead:
         head: DraftHead = {
-            "eagle3": lambda: make_eagle3(target, size=96, steps=3, step_decay=0.7),
+            "eagle3": lambda: make_eagle3(target, size=96, steps=3),
             "eagle3 full": lambda: make_eagle3(target),
             "eagle3 four layers": lambda: make_eagle3(target, size=96, layers=(1, 3, 4, 7)),
             "eagle3 first layer": lambda: make_eagle3(target, size=96, layers=(0, 4, 7)),
@@ -258,6 +259,7 @@ def make_head_for(make_eagle3: MakeEagle3, make_medusa: MakeMedusa) -> Callable[
             "eagle3 fc_norm": lambda: make_eagle3(target, size=96, fc_norm=True),
             "eagle3 norm_output": lambda: make_eagle3(target, size=96, norm_output=True),
             "eagle3 both norms": lambda: make_eagle3(target, size=96, norm_before_fc=True, fc_norm=True),
+            "eagle3 low rank": lambda: make_eagle3(target, size=96, output_rank=24),
             "eagle3 qwen3": lambda: make_eagle3(target, size=96, attention="qwen3"),
             "eagle3 biases": lambda: another(make_eagle3(target, size=96), attention_bias=True),
             "eagle3 qwen3 biases": lambda: another(
@@ -277,6 +279,8 @@ def make_head_for(make_eagle3: MakeEagle3, make_medusa: MakeMedusa) -> Callable[
             "medusa": lambda: make_medusa(target, heads=3, blocks=2),
             "medusa own": lambda: make_medusa(target, heads=2, own_output=True),
             "medusa bias": lambda: make_medusa(target, heads=2, blocks=2, bias=True),
+            "medusa linked": lambda: make_medusa(target, heads=3, blocks=2, link=True),
+            "medusa linked own": lambda: make_medusa(target, heads=2, bias=True, own_output=True, link=True),
         }[kind]()
         for name, weight in head.float().named_parameters():
             if "norm" in name:

@@ -75,7 +75,9 @@ def test_plain_decoding_is_transformers_greedy_search(target: LowBitTarget, prom
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])
-@pytest.mark.parametrize("kind", ["eagle3", "eagle3 reduced", "medusa", "medusa fresh"])
+@pytest.mark.parametrize(
+    "kind", ["eagle3", "eagle3 reduced", "eagle3 low rank", "medusa", "medusa fresh", "medusa linked"]
+)
 def test_random_heads_change_no_token(
     target: LowBitTarget,
     make_eagle3: MakeEagle3,
@@ -88,7 +90,9 @@ def test_random_heads_change_no_token(
     head: DraftHead = {
         "eagle3": lambda: make_eagle3(target),
         "eagle3 reduced": lambda: make_eagle3(target, size=100),
+        "eagle3 low rank": lambda: make_eagle3(target, size=100, output_rank=20),
         "medusa": lambda: make_medusa(target, heads=5),
+        "medusa linked": lambda: make_medusa(target, heads=5, link=True),
         "medusa fresh": lambda: make_medusa(target, heads=5, scale=0),
     }[kind]()
     done = decode(target, head, prompts, k)
@@ -158,7 +162,7 @@ def test_counts_are_those_of_a_walk_over_each_answer(
         assert generation.counts.emitted >= len(generation.tokens) - 1
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "medusa linked"])
 def test_batching_changes_neither_tokens_nor_counts(
     quick_target: Callable[[torch.dtype], LowBitTarget],
     quick_head: Callable[[str, LowBitTarget], DraftHead],

@@ -114,7 +114,7 @@ def test_plain_sampling_has_the_target_s_distribution(
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("kind", ["eagle3", "eagle3 reduced", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3 reduced", "eagle3 low rank", "medusa", "medusa linked"])
 def test_drafts_leave_the_target_s_distribution(
     target: LowBitTarget, quick_head: QuickHead, chances: dict[tuple[int, ...], float], kind: str, plan: str
 ) -> None:

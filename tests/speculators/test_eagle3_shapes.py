@@ -18,7 +18,7 @@ def test_a_layer_can_be_built_for_every_target(name: str) -> None:
     queries, (keys, values) = layer.queries(inputs, positions), layer.keys_values(inputs, positions)
     assert queries.shape == (2, shape.num_attention_heads, 3, shape.head_dim)
     assert keys.shape == values.shape == (2, shape.num_key_value_heads, 3, shape.head_dim)
-    assert layer.finish(x, queries).shape == x.shape
+    assert layer.finish(x, queries.transpose(1, 2).flatten(-2)).shape == x.shape
 
 
 def test_a_target_without_attention_gets_llama_s_choices() -> None:
@@ -52,6 +52,6 @@ def test_a_hidden_size_that_the_heads_do_not_divide_is_a_layer_too() -> None:
     x = torch.randn(1, 3, 64)
     queries = layer.queries(layer.inputs(x, x), positions)
     assert queries.shape == (1, 6, 3, 16)
-    assert layer.finish(x, queries).shape == x.shape
+    assert layer.finish(x, queries.transpose(1, 2).flatten(-2)).shape == x.shape
     rotated = [one.rotary(x, positions)[0] for one in (layer, even)]
     assert torch.equal(rotated[0], rotated[1]), "the rotation is that of the head size"

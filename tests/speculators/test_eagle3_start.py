@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from packs import outputs_at, packed_states
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, linear
 
@@ -35,7 +36,8 @@ def supervised() -> Tensor:
 
 def batches(head: Eagle3Head, target: LowBitTarget, tokens: Tensor, size: int, mask: Tensor) -> StartBatches:
     for part, of_part in zip(tokens.split(size), mask.split(size), strict=True):
-        yield target.states(part, capture=head.capture_layers), part, of_part
+        states = packed_states(target.states(part, capture=head.capture_layers))
+        yield states, part.flatten(), of_part.flatten()
 
 
 def started(head: Eagle3Head, given: StartBatches) -> dict[str, Tensor]:
@@ -49,7 +51,7 @@ def first_step(head: Eagle3Head, target: LowBitTarget, tokens: Tensor) -> tuple[
     states = target.states(tokens, capture=head.capture_layers)
     rows = torch.arange(PROMPT, T - 2).expand(len(tokens), -1)
     with torch.no_grad():
-        return head.training_outputs(states, tokens, rows)[0], states.last_hidden[:, PROMPT + 1 : T - 1]
+        return outputs_at(head, states, tokens, rows)[0], states.last_hidden[:, PROMPT + 1 : T - 1]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,7 @@ def test_only_supervised_positions_are_looked_at(target: LowBitTarget, make_eagl
         captured, last = states.captured.clone(), states.last_hidden.clone()
         captured[:, end:] += garbage
         last[:, end:] += garbage
-        results.append(started(head, [(TargetStates(captured, last), tokens, mask)]))
+        results.append(started(head, [(packed_states(TargetStates(captured, last)), tokens.flatten(), mask.flatten())]))
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from packs import outputs_at, packed_states
 from torch import Tensor
 from torch.nn.functional import linear
 from transformers import LlamaConfig
@@ -197,7 +198,7 @@ def test_training_and_drafting_are_the_engine_s_computation(variant: Variant) ->
         dim=1,
     ).float()  # [K, B, D]
     with torch.no_grad():
-        trained = linear(head.training_outputs(states, tokens, rows), head.output_weight)[:, :, 0]
+        trained = linear(outputs_at(head, states, tokens, rows), head.output_weight)[:, :, 0]
         torch.testing.assert_close(trained, expected, rtol=1e-5, atol=1e-5)
 
         state = head.new_state(32, SlotCache(1, 32))
@@ -238,7 +239,7 @@ def test_every_weight_of_a_variant_is_in_the_checkpoint_and_learns(variant: Vari
     frozen = {"embed_tokens.weight"} if variant.own_embedding else set()
     assert set(head.state_dict()) == expected | frozen | {"capture_scale"}
     states, tokens = given(head)
-    outputs = head(states, tokens, torch.tensor([[2, 4], [3, 5]]))
+    outputs = outputs_at(head, states, tokens, torch.tensor([[2, 4], [3, 5]]))
     linear(outputs, head.output_weight).square().sum().backward()
     moved = {name for name, p in head.named_parameters() if p.grad is not None and p.grad.any()}
     assert moved == expected
@@ -249,7 +250,7 @@ def test_an_embedding_of_its_own_is_trained_where_that_is_asked_for() -> None:
     assert head.embed_tokens is not None
     head.embed_tokens.requires_grad_(True)
     states, tokens = given(head)
-    head(states, tokens, torch.tensor([[2, 4], [3, 5]])).sum().backward()
+    outputs_at(head, states, tokens, torch.tensor([[2, 4], [3, 5]])).sum().backward()
     assert head.embed_tokens.weight.grad is not None and head.embed_tokens.weight.grad.any()
 
 
@@ -264,7 +265,7 @@ def test_a_head_of_another_width_does_not_start_from_least_squares() -> None:
     head = Variant(shape=NARROW, own_embedding=True).head()
     states, tokens = given(head)
     with pytest.raises(ValueError, match=r"hidden size of 24 is not the target's 32: set eagle3\.start to random"):
-        head.start_from([(states, tokens, torch.ones_like(tokens, dtype=torch.bool))])
+        head.start_from([(packed_states(states), tokens.flatten(), torch.ones(tokens.numel(), dtype=torch.bool))])
 
 
 def test_an_activation_that_no_engine_runs_is_refused() -> None:

@@ -214,7 +214,7 @@ STOPS = {
 
 
 @pytest.mark.parametrize("stop", STOPS)
-@pytest.mark.parametrize("kind", ["eagle3", "eagle3 reduced", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3 reduced", "medusa", "medusa linked"])
 def test_stopped_chains_change_no_token_and_are_counted_as_drafted(
     quick_target: Callable[[torch.dtype], LowBitTarget],
     quick_head: QuickHead,

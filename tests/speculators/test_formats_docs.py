@@ -39,6 +39,7 @@ EAGLE3 = [
     "eagle3 narrow",
     "eagle3 one layer",
     "eagle3 six heads",
+    "eagle3 low rank",
 ]
 ENGINES = ("SGLang", "vLLM", "TensorRT-LLM", "text-generation-inference")
 READERS = (*ENGINES, "all", "none", "people", "informative", "Bitdraft", "the speculators library", "engines on")
@@ -65,6 +66,7 @@ def holds(condition: str, head: DraftHead) -> bool:
     if isinstance(head, MedusaHead):
         known = {"biases": head.config.bias, "shared output": not head.config.own_output}
         known |= {"own outputs": head.config.own_output, "always": True, "low bit": False}
+        known |= {"link": head.config.link, "no link": not head.config.link}
         return known[condition]
     assert isinstance(head, Eagle3Head)
     known = {
@@ -80,8 +82,10 @@ def holds(condition: str, head: DraftHead) -> bool:
     return known[condition]
 
 
-def sizes(head: DraftHead) -> dict[str, int]:
+def sizes(head: DraftHead, tensor: str = "") -> dict[str, int]:
+    number = tensor.partition(".")[0]
     found = {
+        "J": int(number) + 1 if number.isdigit() else 0,
         "H": head.target_hidden_size,
         "S": head.target_hidden_size,
         "V": head.vocab.target_size,
@@ -134,7 +138,8 @@ def flattened(config: dict[str, Any], before: str = "") -> Iterator[tuple[str, A
 
 def held(layout: str) -> list[str]:
     if layout.startswith("medusa"):
-        return ["medusa", "medusa own", "medusa bias"]
+        linked = ["medusa linked", "medusa linked own"] if layout == "medusa-original" else []
+        return ["medusa", "medusa own", "medusa bias", *linked]
     if layout == "eagle3-speculators":
         return EAGLE3
     return [
@@ -144,6 +149,7 @@ def held(layout: str) -> list[str]:
         "eagle3 norm_before_fc",
         "eagle3 fc_norm",
         "eagle3 norm_output",
+        "eagle3 low rank",
     ]
 
 
@@ -156,7 +162,7 @@ def test_the_page_and_the_file_hold_the_same_tensors(
 ) -> None:
     head = make_head(kind)
     described = {
-        name: (shape_of(row["shape"], sizes(head)), row["dtype"])
+        name: (shape_of(row["shape"], sizes(head, name)), row["dtype"])
         for row in rows(section(f"`{layout}`", "Tensors"))
         if holds(row["when"], head)
         for name in spelled_out(row["name"].strip("`"), head)
@@ -199,7 +205,6 @@ def meant(cell: str, field: str, head: DraftHead, target: LowBitTarget) -> Any:
         "each id − 1": lambda: [k - 1 for k in captured],
         "tokens drafted per pass": lambda: DRAFTED,
         "training steps ahead": lambda: config.steps,
-        "weight of each step's loss": lambda: config.step_decay,
         "`rope_theta`, `rope_type` and what the type needs": lambda: rotation,
         "as in `rope_parameters`": lambda: rotation["rope_theta"],
         "null, or `rope_parameters` without `rope_theta`": lambda: (

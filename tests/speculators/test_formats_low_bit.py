@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packs import outputs_at
 from safetensors.torch import load_file, save_file
 
 from bitdraft.quant.presets import load_recipe
@@ -45,7 +46,7 @@ def test_a_low_bit_head_comes_back_as_it_was(
     tokens = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(0))
     states, rows = rounded.states(tokens, capture=head.capture_layers), torch.tensor([[1, 5, 8]] * 2)
     with torch.no_grad():
-        mine, its = (h.training_outputs(states, tokens, rows) @ h.output_weight.T for h in (head, loaded))
+        mine, its = (outputs_at(h, states, tokens, rows) @ h.output_weight.T for h in (head, loaded))
     assert torch.equal(mine, its)
     export_head(loaded, rounded, tmp_path / "second", draft_length=2, layout=layout)
     for name in ("model.safetensors", "config.json"):

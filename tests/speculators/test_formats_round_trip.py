@@ -32,12 +32,15 @@ ALL_ENGINES = [
     "eagle3 norm_before_fc",
     "eagle3 fc_norm",
     "eagle3 norm_output",
+    "eagle3 low rank",
 ]
 MEDUSA = ["medusa", "medusa own", "medusa bias"]
+OURS_ALONE = ["medusa linked", "medusa linked own"]
 HELD = [
     *((kind, "eagle3-speculators") for kind in (*ALL_ENGINES, *VLLM_ONLY)),
     *((kind, "eagle3-original") for kind in ALL_ENGINES),
     *((kind, layout) for kind in MEDUSA for layout in ("medusa-vllm", "medusa-original")),
+    *((kind, "medusa-original") for kind in OURS_ALONE),
 ]
 every_pair = pytest.mark.parametrize(("kind", "layout"), HELD)
 
@@ -84,7 +87,8 @@ def test_an_export_drafts_the_bits_of_the_head(
             weight.data *= 1.001
     export_head(head, target, tmp_path / "head", draft_length=2, layout=layout)
     loaded = load_head(tmp_path / "head", target)
-    mine, its = (drafting_logits(h, target) for h in (head.placed(target.device, dtype), loaded))
+    written = head.multiplied_out().placed(target.device, torch.bfloat16).placed(target.device, dtype)
+    mine, its = (drafting_logits(h, target) for h in (written, loaded))
     assert its.dtype == mine.dtype
     assert torch.equal(its, mine)
     assert float(mine.float().std()) > 0.01, "logits that say nothing are easily equal"
@@ -121,7 +125,7 @@ def test_a_head_goes_from_one_layout_to_another_and_back(
 def test_the_pairs_are_all_that_the_layouts_hold(make_head: Make) -> None:
     """A layout that refuses a head, or a kind that no pair tries, would go unnoticed."""
     held = []
-    for kind in (*ALL_ENGINES, *VLLM_ONLY, *MEDUSA):
+    for kind in (*ALL_ENGINES, *VLLM_ONLY, *MEDUSA, *OURS_ALONE):
         head = make_head(kind)
         for name, layout in LAYOUTS.items():
             if head.kind != layout.KIND:

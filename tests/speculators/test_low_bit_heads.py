@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from packs import outputs_at
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny_target
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ def outputs(head: Eagle3Head, target: LowBitTarget) -> Tensor:
     ids = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(3))
     rows = torch.arange(12).expand(2, -1)
     with torch.no_grad():
-        vectors = head.training_outputs(target.states(ids, capture=head.capture_layers), ids, rows)
+        vectors = outputs_at(head, target.states(ids, capture=head.capture_layers), ids, rows)
         return vectors @ head.output_weight.T
 
 
@@ -114,7 +115,7 @@ def test_static_input_scales_come_from_what_the_head_reads(head: Eagle3Head, rou
     with torch.no_grad():
         for ids in TEXT:
             rows = torch.arange(ids.shape[1] - head.config.steps)[None]
-            head.training_outputs(rounded.states(ids, capture=head.capture_layers), ids, rows)
+            outputs_at(head, rounded.states(ids, capture=head.capture_layers), ids, rows)
     for handle in handles:
         handle.remove()
     seen["self_attn.q_proj"] = torch.maximum(seen["self_attn.q_proj"], seen["self_attn.k_proj"])  # keys see every row

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from packs import outputs_at
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -61,7 +62,7 @@ def test_a_fresh_head_is_the_target_s_own_distribution(
     own = target.logits(states.last_hidden)
     expected = torch.stack([own[b, rows[b]] for b in range(2)])
     with torch.no_grad():
-        logits = logits_of(head, head.training_outputs(states, tokens, rows))
+        logits = logits_of(head, outputs_at(head, states, tokens, rows))
     for of_one_head in logits:
         torch.testing.assert_close(of_one_head, expected, rtol=1e-5, atol=1e-5)
     newest = torch.tensor([8, 3])
@@ -82,7 +83,7 @@ def test_drafting_computes_what_training_computes(
     states = target.states(tokens)
     newest = torch.tensor([8, 0, 4])
     with torch.no_grad():
-        logits = logits_of(head, head.training_outputs(states, tokens, newest[:, None]))
+        logits = logits_of(head, outputs_at(head, states, tokens, newest[:, None]))
     drafts = drafts_after(head, states.last_hidden, newest, 4)
     assert torch.equal(drafts, logits[:, :, 0].argmax(-1).T)
     assert len(set(drafts[0].tolist())) > 1, "different heads should disagree, or nothing was compared"
@@ -96,7 +97,7 @@ def test_every_node_of_a_depth_has_its_head_s_logits(target: LowBitTarget, make_
     states, newest = target.states(tokens), torch.tensor([8, 4])
     state = head.new_state(32, SlotCache(1, 32))
     with torch.no_grad():
-        expected = logits_of(head, head.training_outputs(states, tokens, newest[:, None]))[:, :, 0]  # [K, B, V]
+        expected = logits_of(head, outputs_at(head, states, tokens, newest[:, None]))[:, :, 0]  # [K, B, V]
         first = head.first(context_of(states.last_hidden, newest), state)
         levels = [head.following(state, random_tokens(2, w), torch.zeros(2, w, dtype=torch.int64)) for w in (3, 1)]
     torch.testing.assert_close(first, expected[0], rtol=1e-4, atol=1e-4)
@@ -115,7 +116,7 @@ def test_outputs_are_the_formula_s_and_every_weight_learns(
     assert set(head.state_dict()) == {name for name in names if bias or name.endswith("weight")}
     tokens = random_tokens(1, 6)
     states, weights = target.states(tokens), {name: p.detach() for name, p in head.named_parameters()}
-    outputs = head.training_outputs(states, tokens, torch.tensor([[row]]))
+    outputs = outputs_at(head, states, tokens, torch.tensor([[row]]))
     for k in range(2):
         h = states.last_hidden[0, row]
         for i in range(2):
@@ -135,9 +136,9 @@ def test_blocks_are_separate_modules(target: LowBitTarget, make_medusa: MakeMedu
     tokens = random_tokens(1, 5)
     states, rows = target.states(tokens), torch.tensor([[2, 4]])
     with torch.no_grad():
-        before = head.training_outputs(states, tokens, rows)
+        before = outputs_at(head, states, tokens, rows)
         next(head.blocks[1].parameters()).fill_(0.1)
-        after = head.training_outputs(states, tokens, rows)
+        after = outputs_at(head, states, tokens, rows)
     assert [torch.equal(a, b) for a, b in zip(after, before, strict=True)] == [True, False, True]
 
 

@@ -32,7 +32,7 @@ SHAPES: dict[str, TreeShape | DynamicShape | None] = {
     "sparse": SPARSE,
     "dynamic": DynamicShape(9, 3),
 }
-KINDS = ["eagle3", "eagle3 reduced", "medusa"]
+KINDS = ["eagle3", "eagle3 reduced", "eagle3 low rank", "medusa", "medusa linked"]
 each_shape = pytest.mark.parametrize("shape", SHAPES)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 

@@ -17,6 +17,7 @@ from bitdraft.train.config import (
     CheckpointConfig,
     OptimConfig,
     RunConfig,
+    SelectionConfig,
 )
 from bitdraft.train.environment import Environment
 from bitdraft.train.run import run
@@ -71,6 +72,7 @@ def make_config(tiny_folder: Path, prompt_files: tuple[Path, Path]) -> Callable[
             eagle3=Eagle3Config(steps=3, draft_vocab_size=300),
             medusa=MedusaConfig(heads=3),
             optim=OptimConfig(steps=6, batch_tokens=30, lr=3e-3),
+            selection=SelectionConfig(every=3, data=(prompt_files[1],), prompts=2, draft_length=2, max_new_tokens=8),
             checkpoint=CheckpointConfig(every=2, keep=2),
             acceptance=AcceptanceConfig(
                 data=(prompt_files[1],), prompts=3, draft_lengths=(1, 3), max_new_tokens=10, batch_size=2, check=3

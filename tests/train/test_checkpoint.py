@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
-from bitdraft.train.checkpoint import checkpoints, resume_newest, save_checkpoint
+from bitdraft.train.checkpoint import Checkpoint, checkpoints, newest_checkpoint, save_checkpoint
+from bitdraft.train.selection import Choice
+from bitdraft.train.sharding import load_module, restore, whole_state
 
+HISTORY = [Choice(1, 1.25), Choice(2, 1.1)]
 Saved = tuple[Path, dict[int, dict[str, Tensor]]]
 
 
@@ -48,6 +52,20 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
 
 
+def save(folder: Path, done: int, head: Small, optimizer: torch.optim.Optimizer, keep: int) -> Path:
+    """As the training loop does it."""
+    return save_checkpoint(folder, done, *whole_state(Accelerator(cpu=True), head, optimizer), HISTORY, keep)
+
+
+def resume_newest(folder: Path, head: Small, optimizer: torch.optim.Optimizer) -> Checkpoint | None:
+    """As the training loop does it."""
+    found = newest_checkpoint(folder)
+    if found:
+        load_module(head, found)
+        restore(Accelerator(cpu=True), head, optimizer, found)
+    return found
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Saved:
     """A folder with the checkpoints of steps 2 and 4, and what the run looked like then."""
@@ -56,7 +74,7 @@ def saved(tmp_path: Path) -> Saved:
     for done in range(1, 5):
         step(head, optimizer)
         if done % 2 == 0:
-            save_checkpoint(tmp_path, done, head, optimizer, keep=5)
+            save(tmp_path, done, head, optimizer, keep=5)
             then[done] = everything(head, optimizer)
     return tmp_path, then
 
@@ -67,7 +85,7 @@ def test_what_is_read_is_what_was_written_bit_for_bit(saved: Saved) -> None:
     step(head, optimizer)
     resumed = resume_newest(folder, head, optimizer)
     assert resumed is not None
-    assert (resumed.step, resumed.path) == (4, folder / "step-000004")
+    assert (resumed.step, resumed.path, resumed.history) == (4, folder / "step-000004", HISTORY)
     assert same(everything(head, optimizer), then[4])
 
 
@@ -75,7 +93,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> Non
     head, optimizer = made()
     for _ in range(3):
         step(head, optimizer)
-    save_checkpoint(tmp_path, 3, head, optimizer, keep=1)
+    save(tmp_path, 3, head, optimizer, keep=1)
     straight = [step(head, optimizer) for _ in range(3)]
     other, its_optimizer = made(seed=5)
     assert resume_newest(tmp_path, other, its_optimizer) is not None
@@ -101,7 +119,7 @@ def cut_in_half(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-FILES = ["head.safetensors", "optimizer.safetensors", "rng.safetensors", "checkpoint.json"]
+FILES = ["module.safetensors", "optimizer.safetensors", "rng.safetensors", "checkpoint.json"]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -139,7 +157,7 @@ def test_no_flipped_bit_of_the_description_goes_unnoticed(saved: Saved, capsys: 
                 continue
             assert resumed is not None
             of = int(resumed.path.name.removeprefix("step-"))
-            if resumed.step != of or not same(everything(head, optimizer), then[of]):
+            if resumed.step != of or resumed.history != HISTORY or not same(everything(head, optimizer), then[of]):
                 wrong.append(f"byte {at} bit {bit}: {resumed.path.name} resumed as step {resumed.step}")
     assert not wrong, f"{len(wrong)} flips, e.g. {wrong[0]}"
 
@@ -147,7 +165,7 @@ def test_no_flipped_bit_of_the_description_goes_unnoticed(saved: Saved, capsys: 
 def test_two_damaged_ones_leave_nothing(saved: Saved) -> None:
     folder, _ = saved
     for path in checkpoints(folder):
-        flip_a_byte(path / "head.safetensors")
+        flip_a_byte(path / "module.safetensors")
     head, optimizer = made(seed=1)
     before = everything(head, optimizer)
     assert resume_newest(folder, head, optimizer) is None
@@ -169,15 +187,44 @@ def test_the_newest_stay(tmp_path: Path, keep: int) -> None:
     head, optimizer = made()
     step(head, optimizer)
     for done in (8, 9, 10, 100, 1000):
-        save_checkpoint(tmp_path, done, head, optimizer, keep)
+        save(tmp_path, done, head, optimizer, keep)
     assert [p.name for p in checkpoints(tmp_path)] == [f"step-{n:06d}" for n in (8, 9, 10, 100, 1000)[-keep:]]
+
+
+@pytest.mark.parametrize(
+    ("measured", "kept"),
+    [
+        ([], [8, 10]),
+        ([Choice(2, 1.5), Choice(4, 1.9), Choice(6, 1.7)], [4, 8, 10]),
+        ([Choice(2, 1.9), Choice(4, 1.9), Choice(6, 1.8)], [4, 8, 10]),  # of equals the latest
+        ([Choice(2, 1.9), Choice(10, 2.0)], [8, 10]),
+    ],
+)
+def test_the_best_by_measured_acceptance_stays_beside_the_newest(
+    tmp_path: Path, measured: list[Choice], kept: list[int]
+) -> None:
+    head, optimizer = made()
+    step(head, optimizer)
+    for done in (2, 4, 6, 8, 10):
+        tensors = whole_state(Accelerator(cpu=True), head, optimizer)
+        save_checkpoint(tmp_path, done, *tensors, [c for c in measured if c.step <= done], keep=2)
+    assert [p.name for p in checkpoints(tmp_path)] == [f"step-{n:06d}" for n in kept]
+
+
+def test_the_next_writer_clears_away_what_a_killed_one_left(saved: Saved) -> None:
+    folder, _ = saved
+    shutil.copytree(folder / "step-000004", folder / ".step-000006.123.tmp")
+    head, optimizer = made()
+    step(head, optimizer)
+    save(folder, 6, head, optimizer, keep=1)
+    assert [p.name for p in folder.iterdir()] == ["step-000006"]
 
 
 def test_an_equal_step_is_written_again(saved: Saved) -> None:
     folder, _ = saved
     head, optimizer = made(seed=7)
     step(head, optimizer)
-    save_checkpoint(folder, 4, head, optimizer, keep=5)
+    save(folder, 4, head, optimizer, keep=5)
     now = everything(head, optimizer)
     other, its_optimizer = made()
     resume_newest(folder, other, its_optimizer)
@@ -193,6 +240,23 @@ def test_a_whole_one_of_another_shape_is_an_error(saved: Saved) -> None:
         resume_newest(folder, head, optimizer)
 
 
+def test_an_optimizer_state_of_another_shape_is_an_error(saved: Saved) -> None:
+    folder, _ = saved
+    (found,) = [c for c in [newest_checkpoint(folder)] if c]
+    head, optimizer = made(width=5)
+    with pytest.raises(ValueError, match=r"step-000004: the optimizer state of matrix\.weight does not fit this head"):
+        restore(Accelerator(cpu=True), head, optimizer, found)
+
+
+def test_an_optimizer_state_of_a_weight_that_is_not_there_is_an_error(saved: Saved) -> None:
+    folder, _ = saved
+    found = newest_checkpoint(folder)
+    assert found is not None
+    other = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=r"step-000004: the optimizer state of matrix\.\w+ does not fit this head"):
+        restore(Accelerator(cpu=True), other, torch.optim.AdamW(other.parameters()), found)
+
+
 def test_a_failed_write_leaves_the_earlier_ones(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, then = saved
 
@@ -203,7 +267,7 @@ def test_a_failed_write_leaves_the_earlier_ones(saved: Saved, monkeypatch: pytes
     head, optimizer = made(seed=3)
     step(head, optimizer)
     with pytest.raises(OSError, match="no space left"):
-        save_checkpoint(folder, 4, head, optimizer, keep=1)
+        save(folder, 4, head, optimizer, keep=1)
     monkeypatch.undo()
     assert {p.name for p in folder.iterdir()} == {"step-000002", "step-000004"}
     assert resume_newest(folder, head, optimizer) is not None

@@ -1,7 +1,7 @@
 """Configurations: a YAML file is a saved command line, and what is saved reads back equal."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,12 @@ from bitdraft.train.config import (
     CheckpointConfig,
     OptimConfig,
     RunConfig,
+    SelectionConfig,
+    StatesConfig,
+    TargetLoraConfig,
 )
 from bitdraft.train.config_io import from_plain, parse, to_plain, to_yaml
+from bitdraft.train.loss_terms import LossConfig
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
@@ -33,21 +37,27 @@ UNUSUAL = RunConfig(
     prompts=77,
     output_dir=Path("runs/x"),
     resume=True,
+    init_from=Path("runs/other/export"),
+    tune="norms-fc",
+    tune_rank=4,
+    draft_quant="mxfp4",
+    shard_target=True,
     seed=-3,
     dtype="bfloat16",
     device="cpu",
     compile_quantizer="off",
-    states="online",
+    states=StatesConfig(mode="memory", storage="fp8", folder=Path("states"), shard_tokens=1000),
     tracker="none",
     trust_remote_code=True,
     calibration=CalibrationConfig(data=(Path("text.jsonl"),), tokens=4096),
     answers=AnswersConfig(source="file", quant="none", max_new_tokens=7, batch_size=3),
     eagle3=Eagle3Config(
         steps=2,
-        step_decay=0.95,
         draft_vocab_size=1000,
         capture_layers=(1, 5),
         train_output=True,
+        output_rank=8,
+        train_embedding=True,
         start="random",
         attention="qwen3",
         norm_before_residual=True,
@@ -55,8 +65,34 @@ UNUSUAL = RunConfig(
         fc_norm=True,
         norm_output=True,
     ),
-    medusa=MedusaConfig(heads=4, blocks=2, own_output=True, bias=True),
-    optim=OptimConfig(steps=9, batch_tokens=2, lr=1e-5, warmup=0.25, weight_decay=0.1, betas=(0.8, 0.999), clip=2.0),
+    medusa=MedusaConfig(heads=4, blocks=2, own_output=True, bias=True, link=True),
+    target_lora=TargetLoraConfig(rank=4, alpha=8, keep=2.0, lr_share=0.5),
+    loss=LossConfig(
+        kind="lk",
+        lk_eta=1.5,
+        step_decay=0.95,
+        survival=True,
+        survival_smoothing=0.25,
+        sequence_cap=0.5,
+    ),
+    optim=OptimConfig(
+        steps=9,
+        batch_tokens=2,
+        pack_tokens=77,
+        lr=1e-5,
+        warmup=0.25,
+        schedule="wsd",
+        decay=0.5,
+        final=0.3,
+        weight_decay=0.1,
+        betas=(0.8, 0.999),
+        clip=2.0,
+        checkpointing=True,
+        compile=True,
+    ),
+    selection=SelectionConfig(
+        every=7, data=(Path("t.jsonl"),), prompts=3, draft_length=2, max_new_tokens=9, batch_size=4, patience=5
+    ),
     checkpoint=CheckpointConfig(every=3, keep=4),
     acceptance=AcceptanceConfig(
         data=(Path("h.jsonl"),), prompts=5, draft_lengths=(2,), max_new_tokens=11, batch_size=6, check=0
@@ -73,8 +109,11 @@ def saved(folder: Path, content: str | dict[str, Any]) -> Path:
 def test_the_unusual_configuration_has_no_default_left() -> None:
     default = RunConfig()
     for field in fields(RunConfig):
-        assert getattr(UNUSUAL, field.name) != getattr(default, field.name), field.name
-    for part in ("calibration", "answers", "eagle3", "medusa", "optim", "checkpoint", "acceptance"):
+        if field.name != "device_map":  # which goes with no target_lora
+            assert getattr(UNUSUAL, field.name) != getattr(default, field.name), field.name
+    parts = [f.name for f in fields(RunConfig) if is_dataclass(getattr(default, f.name))]
+    assert len(parts) >= 11
+    for part in parts:
         for field in fields(getattr(default, part)):
             assert getattr(getattr(UNUSUAL, part), field.name) != getattr(getattr(default, part), field.name), (
                 field.name
@@ -122,7 +161,7 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["before", "after"])
 def test_the_command_line_wins_wherever_the_file_stands(tmp_path: Path, place: str) -> None:
-    path = saved(tmp_path, to_yaml(replace(UNUSUAL, head="eagle3")))
+    path = saved(tmp_path, to_yaml(replace(UNUSUAL, head="eagle3", target_lora=TargetLoraConfig())))
     flags = [
         "--seed",
         "5",
@@ -218,6 +257,13 @@ def test_an_unknown_flag_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
     [
         (OptimConfig, "steps", 0),
         (OptimConfig, "batch_tokens", 0),
+        (OptimConfig, "pack_tokens", 0),
+        (OptimConfig, "decay", 0.0),
+        (OptimConfig, "final", 1.5),
+        (SelectionConfig, "every", -1),
+        (SelectionConfig, "prompts", 0),
+        (SelectionConfig, "draft_length", 0),
+        (StatesConfig, "shard_tokens", 0),
         (OptimConfig, "lr", 0.0),
         (OptimConfig, "warmup", 1.0),
         (CheckpointConfig, "every", 0),

@@ -13,13 +13,14 @@ from bitdraft.data.regenerate import greedy_answers
 from bitdraft.quant.target import LowBitTarget
 from bitdraft.speculators.eagle3 import Eagle3Config
 from bitdraft.speculators.load import load_head, recipe_of_head
-from bitdraft.train.checkpoint import checkpoints
+from bitdraft.train.checkpoint import checkpoints, newest_checkpoint
 from bitdraft.train.config import AcceptanceConfig, AnswersConfig, CheckpointConfig, OptimConfig, RunConfig
 from bitdraft.train.config_io import from_plain
 from bitdraft.train.environment import Environment
 from bitdraft.train.journal import read_metrics
-from bitdraft.train.loop import learning_rate
 from bitdraft.train.run import run
+from bitdraft.train.schedule import learning_rate
+from bitdraft.train.selection import best_of
 
 MakeConfig = Callable[..., RunConfig]
 KINDS = ["eagle3", "medusa"]
@@ -42,13 +43,19 @@ def test_a_run_leaves_a_head_and_its_measured_acceptance(
     config = make_config(folder, head=kind)
     assert from_plain(RunConfig, yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))) == config
     assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 4, 5, 6]
-    assert [p.name for p in checkpoints(folder / "checkpoints")] == ["step-000004", "step-000006"]
+    kept = {p.name for p in checkpoints(folder / "checkpoints")}
+    assert kept - {"step-000003"} == {"step-000004", "step-000006"}, "the newest two, and the best"
 
     target = tiny_target("mxfp4a16")
     head = load_head(folder / "export", target)
     assert head.kind == kind
     assert recipe_of_head(folder / "export")["recipe_fingerprint"] == target.recipe.fingerprint
-    trained = load_file(folder / "checkpoints" / "step-000006" / "head.safetensors")
+    newest = newest_checkpoint(folder / "checkpoints")
+    assert newest is not None
+    best = best_of(newest.history)
+    assert best is not None
+    module = load_file(folder / "checkpoints" / f"step-{best.step:06d}" / "module.safetensors")
+    trained = {name.removeprefix("head."): weight for name, weight in module.items()}
     exported = load_file(folder / "export" / "model.safetensors")
     shared = sorted(trained.keys() & exported.keys() - {"fc.weight"})  # the exported fc has its inputs' scales in it
     assert shared

@@ -53,7 +53,7 @@ def model_card(facts: CardFacts) -> str:
     parts = [
         _front_matter(facts),
         f"# {facts.kind} draft head for {facts.target} served in {facts.recipe}",
-        f"A draft head for speculative decoding in the layout `{facts.layout}` ({', '.join(facts.engines)}). It drafts "
+        f"A draft head for speculative decoding in the layout `{facts.layout}` ({_readers(facts)}). It drafts "
         "for the target below and for no other; decoding stays lossless: the target verifies every draft.",
         "## Serve",
         _where(facts),
@@ -90,7 +90,13 @@ def _front_matter(facts: CardFacts) -> str:
     return "\n".join([*lines, f"tags: [speculative-decoding, {facts.kind}]", "---"])
 
 
+def _readers(facts: CardFacts) -> str:
+    return ", ".join(facts.engines) or "which no engine computes for this kind of head"
+
+
 def _where(facts: CardFacts) -> str:
+    if not facts.engines:
+        return "Not yet: no engine computes such heads. Bitdraft does, as in `scripts/measure_acceptance.py`."
     if facts.with_target:
         where = "In this folder, where `head` and `target` lie."
     else:

@@ -5,7 +5,7 @@ accept nothing. So the files themselves are asked: their logits must be the head
 they make must be accepted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +44,26 @@ def export_checked(
     *,
     draft_length: int,
     facts: Mapping[str, Any],
+    beside: Callable[[Path], object] = lambda folder: None,
 ) -> None:
     """Write a trained head to ``path``, whole and tried on some of ``prompts``, or not at all.
 
-    ``head`` keeps the rounded weights of the files. ``facts``: what the files say of the training. Raises as
-    ``export_head`` and ``check_written`` do.
+    ``head`` keeps the rounded weights of the files. ``facts``: what the files say of the training. ``beside`` writes
+    more files into the folder, before it takes its place. Raises as ``export_head`` and ``check_written`` do.
     """
     as_written(head, target)
     few, plan = prompts.first(TRIED_PROMPTS), DraftPlan(length=draft_length)
 
     def check(written: Path) -> None:
+        beside(written)
         check_written(head, target, written, tokenizer, few, plan, TRIED, least=LEAST)
 
     export_head(head, target, path, draft_length=draft_length, facts=facts, check=check)
 
 
 def as_written(head: DraftHead, target: LowBitTarget) -> DraftHead:
-    """The head with its weights rounded as files hold them, in place, as it drafts for ``target``."""
+    """The head with its weights multiplied out and rounded as in files, in place, as it drafts for ``target``."""
+    head.multiplied_out()
     for dtype in (torch.bfloat16, target.dtype):
         head.placed(target.device, dtype)
     return head.eval().requires_grad_(False)

@@ -16,7 +16,7 @@ from bitdraft.quant.profiles import load_recipe_for, profile_named
 from bitdraft.quant.target import LowBitTarget, load_target, load_tokenizer
 from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.drafting import DraftPlan
-from bitdraft.speculators.export import layout_of, write_head, write_manifest
+from bitdraft.speculators.export import default_layout, layout_of, write_head, write_manifest
 from bitdraft.speculators.formats.facts import TargetFacts
 from bitdraft.speculators.load import load_head
 from bitdraft.speculators.low_bit import quantize_head
@@ -48,7 +48,7 @@ def export(config: ExportConfig, environment: Environment) -> None:
             quant = write_target(request, source, tokenizer, fresh / "target")  # the head is tried on these very bytes
         target = _target(request, str(fresh / "target") if config.with_target else source, quant, tokenizer)
         head = _head(request, target, tokenizer)
-        layout = layout_of(head.kind, config.format)
+        layout = layout_of(head.kind, config.format or default_layout(head))
         name = config.served_as or str(config.out / "target" if config.with_target else source)
         write_head(
             head,

@@ -13,6 +13,7 @@ from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.profiles import load_recipe_for
 from bitdraft.speculators.export import LAYOUTS, MANIFEST, layout_of
 from bitdraft.speculators.load import recipe_of_head
+from bitdraft.train.exporting.adapter import refuse_adapter
 from bitdraft.train.exporting.card import ROW_KEYS, Row
 from bitdraft.train.exporting.config import ExportConfig
 from bitdraft.train.measuring.prompt_sets import PromptSet
@@ -45,6 +46,7 @@ def checked_request(config: ExportConfig) -> Request:
         inner = next((config.head / name for name in ("export", "head") if (config.head / name).is_dir()), None)
         hint = f" (do you mean {inner}?)" if inner else ""
         raise ValueError(f"--head {config.head} holds no head: config.json is missing{hint}")
+    refuse_adapter(config.head)
     _check_out(config)
     trained = recipe_of_head(config.head)
     kind = getattr(LAYOUTS.get(str(trained.get("format"))), "KIND", None)

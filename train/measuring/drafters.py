@@ -12,6 +12,7 @@ from bitdraft.speculators.load import load_head, recipe_of_head
 from bitdraft.speculators.model_drafter import ModelDrafter
 from bitdraft.speculators.ngram import NgramDrafter
 from bitdraft.speculators.self_drafter import SelfDrafter
+from bitdraft.train.exporting.adapter import refuse_adapter
 
 LoadTarget = Callable[[str, str], LowBitTarget]
 """``(model folder or id, recipe)`` → the target, under the options that the measurement runs with."""
@@ -62,6 +63,7 @@ class DrafterSpec:
         if word == "model" and not self.is_export:
             model, _, recipe = rest.partition(":")
             return ModelDrafter(load_target(model, recipe or "none"))
+        refuse_adapter(Path(self.head))
         return load_head(Path(self.head), target)
 
 

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from bitdraft.data.batches import make_batch
+from bitdraft.data.capture import capture_pack, document_length
 from bitdraft.data.chat import Example
-from bitdraft.quant.target import LowBitTarget
+from bitdraft.data.packing import make_pack
+from bitdraft.quant.target import LowBitTarget, TargetStates
 from bitdraft.speculators.base import DraftHead
+from bitdraft.speculators.documents import Documents
 
 _ROWS = 8  # sequences per forward pass
 _LOGITS = 2**24  # logits that exist at a time
@@ -26,19 +28,18 @@ def rank_accuracies(
     """
     hits, rows_seen = torch.zeros(depth, ranks, dtype=torch.int64), torch.zeros(depth, dtype=torch.int64)
     for start in range(0, len(examples), _ROWS):
-        batch = make_batch(examples[start : start + _ROWS]).to(target.device)
-        states = target.states(batch.tokens, capture=head.capture_layers)
-        rows = torch.arange(batch.tokens.shape[1], device=target.device).expand_as(batch.tokens)  # [B, T]
-        outputs = head.training_outputs(states, batch.tokens, rows)  # [K, B, T, H]
+        few = examples[start : start + _ROWS]
+        found, pack = capture_pack(target, few, head.capture_layers), make_pack(few).to(target.device)
+        documents = Documents.whole([document_length(e) for e in few], str(target.device))
+        outputs = head.training_outputs(TargetStates(found.captured, found.last_hidden), pack.tokens, documents)
         if len(outputs) < depth:
             raise ValueError(f"a draft tree of depth {depth} is deeper than the {len(outputs)} tokens of the head")
-        written = batch.written()
+        written = pack.written()
         for k in range(depth):
-            ahead = written[:, k + 2 :]  # row t drafts token t + 2 + k
-            hidden = outputs[k][:, : ahead.shape[1]][ahead]  # [n, H]
-            wanted = batch.tokens[:, k + 2 :][ahead]  # [n]
-            hits[k] += _rank_counts(head, hidden, wanted, k, ranks)
-            rows_seen[k] += len(wanted)
+            ahead = documents.ahead(k + 2)  # [N] row t drafts token t + 2 + k, if its document has one
+            wanted = written[ahead] & (ahead == documents.rows + k + 2)
+            hits[k] += _rank_counts(head, outputs[k][wanted], pack.tokens[ahead[wanted]], k, ranks)
+            rows_seen[k] += int(wanted.sum())
     if not rows_seen.all():
         raise ValueError(f"no answer is longer than {depth + 1} tokens: give longer prompts to choose the tree from")
     return (hits / rows_seen[:, None]).tolist()

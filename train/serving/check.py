@@ -24,6 +24,7 @@ from bitdraft.speculators.lossless import must_be_identical
 from bitdraft.speculators.low_bit import low_bit_layers
 from bitdraft.speculators.metrics import Acceptance, total
 from bitdraft.train.environment import RunFailed, give_memory_back
+from bitdraft.train.exporting.adapter import refuse_adapter
 from bitdraft.train.serving.client import complete_all, draft_metrics
 from bitdraft.train.serving.counters import (
     Parting,
@@ -85,6 +86,7 @@ def measure_here(pair: Pair, conversations: Sequence[Conversation], quant: str, 
     Raises ``ValueError`` where head, target or prompts are not what they must be, ``RunFailed`` where no draft is
     accepted.
     """
+    refuse_adapter(pair.head)
     recipe = load_recipe_for(quant, profile)
     tokenizer = load_tokenizer(pair.target)
     target = load_target(pair.target, recipe, dtype=getattr(torch, how.dtype))

@@ -13,12 +13,12 @@ import yaml
 
 from bitdraft.speculators.lossless import Lossless
 from bitdraft.train.checkpoint import checkpoints
-from bitdraft.train.config import AcceptanceConfig, AnswersConfig, OptimConfig, RunConfig
+from bitdraft.train.config import AcceptanceConfig, AnswersConfig, OptimConfig, RunConfig, StatesConfig
 from bitdraft.train.environment import Environment
 from bitdraft.train.journal import Journal, read_metrics
-from bitdraft.train.loop import Interrupted
 from bitdraft.train.measuring import acceptance
 from bitdraft.train.run import run
+from bitdraft.train.stopping import Interrupted
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -54,18 +54,18 @@ def test_a_killed_run_resumes_bit_for_bit(
     config = make_config(tmp_path / "run", head=kind)
     reference = straight(kind)
     if states == "online":
-        config = replace(config, states="online")
+        config = replace(config, states=StatesConfig(mode="online"))
         reference = run(replace(config, output_dir=tmp_path / "straight"), environment).folder
     with monkeypatch.context() as patched:
         cut_power_behind(patched, 4)
         with pytest.raises(RuntimeError, match="power cut"):
             run(config, environment)
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
-    assert [p.name for p in checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000002"]
+    assert [p.name for p in checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000002", "step-000003"]
 
     finished = run(replace(config, resume=True), environment)
     assert metrics(finished.folder) == metrics(reference)
-    for file in ("export/model.safetensors", "checkpoints/step-000006/head.safetensors"):
+    for file in ("export/model.safetensors", "checkpoints/step-000006/module.safetensors"):
         assert (finished.folder / file).read_bytes() == (reference / file).read_bytes(), file
     mine, its = (
         json.loads((folder / "acceptance.json").read_text(encoding="utf-8"))["results"]
@@ -89,7 +89,7 @@ def test_a_damaged_newest_checkpoint_costs_only_its_steps(
         cut_power_behind(patched, 5)
         with pytest.raises(RuntimeError, match="power cut"):
             run(config, environment)
-    weights = tmp_path / "run" / "checkpoints" / "step-000004" / "head.safetensors"
+    weights = tmp_path / "run" / "checkpoints" / "step-000004" / "module.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     run(replace(config, resume=True), environment)
     assert metrics(tmp_path / "run") == metrics(straight("eagle3"))
