@@ -26,9 +26,7 @@ from bitdraft.speculators.eagle3_layer import LayerShape
 from bitdraft.speculators.export import LAYOUTS, write_head, write_manifest
 from bitdraft.speculators.formats.facts import TargetFacts
 from bitdraft.speculators.vocab import DraftVocab
-from bitdraft.train.environment import RunFailed, give_memory_back, machine_facts, stop_cleanly
-
-_RESET_PEAK = "5"  # written to clear_refs, sets the largest resident size to the present one (proc(5))
+from bitdraft.train.environment import RunFailed, forget_peak, machine_facts, resident_bytes, stop_cleanly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,21 +122,14 @@ def facts() -> TargetFacts:
 def measured(head: Eagle3Head, target: TargetFacts, layout: str, where: Path | None) -> dict[str, Any]:
     """Seconds, memory and bytes of one export, with manifest and flushed to the disk."""
     with tempfile.TemporaryDirectory(dir=where) as folder:
-        give_memory_back()  # what earlier work has left would be freed on the way and hide as much of the peak
-        Path("/proc/self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
-        before, start = resident("VmRSS"), time.perf_counter()
+        forget_peak()
+        before, start = resident_bytes("VmRSS"), time.perf_counter()
         with folder_written_atomically(Path(folder) / "head") as fresh:
             write_head(head, target, fresh, draft_length=3, layout=layout)
             write_manifest(fresh)
-        seconds, peak = time.perf_counter() - start, resident("VmHWM")
+        seconds, peak = time.perf_counter() - start, resident_bytes("VmHWM")
         written = sum(p.stat().st_size for p in (Path(folder) / "head").iterdir())
     return {"seconds": seconds, "extra_gib": gib(peak - before), "file_gib": gib(written)}
-
-
-def resident(what: str) -> int:
-    """Bytes that Linux says this process holds (``VmRSS``) or has held at most (``VmHWM``)."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
 
 
 def gib(count: int) -> float:
