@@ -50,6 +50,8 @@ class Options:
     only: tuple[str, ...] = ()
     """Arms by name; by default all. Arms that others go on from or are compared with come along."""
     quant: str = "mxfp4a16"
+    data: tuple[Path, ...] = ()
+    """JSONL files of training prompts; by default the shipped ones."""
     prompts: int = 770
     """Training prompts."""
     answer_tokens: int = 128
@@ -90,6 +92,7 @@ def arms(options: Options) -> list[Arm]:
     k = options.draft_length
     base = RunConfig(
         target_quant=options.quant,
+        data=options.data,
         prompts=options.prompts,
         seed=options.seed,
         resume=True,
