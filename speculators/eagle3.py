@@ -166,6 +166,18 @@ class Eagle3Head(DraftHead):
         elif self.fc_norm is None:
             self.capture_scale.copy_(scale)
 
+    @torch.no_grad()
+    def unfold(self, target: LowBitTarget) -> None:
+        """Take the captured layers' scales out of ``fc`` again, exactly, as a fresh head has them.
+
+        The head computes the same; but with inputs of ten times another size ``fc`` would learn at ten times another
+        rate.
+        """
+        if self.input_norm is None and self.fc_norm is None:
+            scale = capture_scale(target, self.capture_layers).to(self.fc.weight)
+            self.fc.weight.copy_(self.folded_fc / scale.repeat_interleave(self.target_hidden_size))
+            self.capture_scale.copy_(scale)
+
     def start_from(self, batches: StartBatches) -> None:
         if self.config.start == "least-squares":
             least_squares_start(

@@ -69,6 +69,24 @@ def test_what_is_tuned_changes_and_nothing_else(
     assert all(any(part in name for part in changed) for name in found), found
 
 
+def test_a_head_that_is_read_learns_at_the_rate_of_a_fresh_one(
+    straight: Callable[[str], Path], tiny_target: Callable[[str], LowBitTarget]
+) -> None:
+    """Exports have the captured layers' scales in ``fc``; training has them before it, at the same outputs."""
+    target = tiny_target("mxfp4a16")
+    head = load_head(straight("eagle3") / "export", target)
+    assert isinstance(head, Eagle3Head)
+    head.float()
+    states = target.states(torch.arange(12)[None], capture=head.capture_layers)
+    before, folded = head.fuse(states.captured), head.folded_fc
+    head.unfold(target)
+    fresh = Eagle3Head.from_target(Eagle3Config(steps=3), target, head.vocab)
+    assert torch.equal(head.capture_scale, fresh.capture_scale)
+    assert not torch.equal(head.capture_scale, torch.ones_like(fresh.capture_scale))
+    assert torch.equal(head.folded_fc, folded)
+    torch.testing.assert_close(head.fuse(states.captured), before)
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_a_run_goes_on_where_the_other_ended(
     going_on: Callable[..., Path], straight: Callable[[str], Path], kind: str
