@@ -44,8 +44,8 @@ class MedusaConfig:
     bias: bool = False
     """Give every residual block a bias, as the heads of the original Medusa project have."""
     link: bool = False
-    """Let every head also read the tokens drafted before its own (Hydra, whose paper finds more accepted). Every drafted
-    token takes a pass of its head, and no engine computes such heads yet: they are exported for Bitdraft alone."""
+    """Let every head also read the tokens drafted before its own (Hydra, whose paper finds more accepted). Every
+    drafted token takes a pass of its head, and no engine computes such heads: they are exported for Bitdraft alone."""
 
     def __post_init__(self) -> None:
         for field in ("heads", "blocks"):
