@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from bitdraft.data.batches import make_batch
 from bitdraft.data.chat import Example
+from bitdraft.data.packing import by_length, document_length
 from bitdraft.quant.target import LowBitTarget
 
 # B sequence in the group, T position, R supervised row, A captured layer, H hidden, V vocabulary.
@@ -78,24 +79,15 @@ def capture_pack(
     return DocumentStates.packed([found[i] for i in range(len(examples))])
 
 
-def document_length(example: Example) -> int:
-    return len(example.prompt) + len(example.answer)
-
-
 def predicting_rows(example: Example) -> tuple[int, int]:
     """``(first, behind)``: the positions that predict a token of the answer; none where there is no answer."""
     first = max(len(example.prompt) - 1, 0)
     return first, max(document_length(example) - 1, first)
 
 
-def by_length(lengths: Sequence[int]) -> list[int]:
-    """Indices, longest first, so that memory that does not suffice shows at once; equal lengths in their order."""
-    return sorted(range(len(lengths)), key=lambda i: -lengths[i])
-
-
 def length_groups(lengths: Sequence[int], tokens_at_once: int) -> list[list[int]]:
-    """Every index once, longest first: at most ``MOST_PADDING`` of each group's ``[B, T]`` is padding, and ``B · T`` is
-    at most ``tokens_at_once`` or ``B`` is 1."""
+    """Every index once, longest first, so that memory that does not suffice shows at once: at most ``MOST_PADDING`` of
+    each group's ``[B, T]`` is padding, and ``B · T`` is at most ``tokens_at_once`` or ``B`` is 1."""
     groups: list[list[int]] = []
     longest = real = 0
     for i in by_length(lengths):

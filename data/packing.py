@@ -40,9 +40,18 @@ def make_pack(examples: Sequence[Example]) -> Pack:
     return Pack(
         tuple(e.id for e in examples),
         torch.tensor([token for e in examples for token in (*e.prompt, *e.answer)], dtype=torch.int64),
-        (0, *accumulate(len(e.prompt) + len(e.answer) for e in examples)),
+        (0, *accumulate(map(document_length, examples))),
         tuple(len(e.prompt) for e in examples),
     )
+
+
+def document_length(example: Example) -> int:
+    return len(example.prompt) + len(example.answer)
+
+
+def by_length(lengths: Sequence[int]) -> list[int]:
+    """Indices, longest first; equal lengths in their order."""
+    return sorted(range(len(lengths)), key=lambda i: -lengths[i])
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -53,7 +62,7 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """
     packs: list[list[int]] = []
     room: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    for i in by_length(lengths):
         place = next((p for p, left in enumerate(room) if left >= lengths[i]), None)
         if place is None:
             packs.append([])

@@ -22,8 +22,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from bitdraft.data.capture import DocumentStates, by_length, document_length
+from bitdraft.data.capture import DocumentStates
 from bitdraft.data.chat import Example
+from bitdraft.data.packing import by_length, document_length
 from bitdraft.data.state_shards import (
     TENSORS,
     Storage,

@@ -23,7 +23,7 @@ from typing import Literal
 
 import tyro
 
-from bitdraft.data.demo_target import resolve_target
+from bitdraft.data.demo_target import DEMO, DEMO_NAME, resolve_target
 from bitdraft.data.sources import demo_file, read_conversations
 from bitdraft.quant.files import write_text_atomically
 from bitdraft.quant.presets import load_recipe
@@ -187,7 +187,8 @@ def _measure(options: Options, arms: list[Arm], served: str, name: str, config: 
     bench = Bench(target, load_tokenizer(name), [heldout], traffic, load, config, options.output_dir / "cells")
     specs = [DrafterSpec(str(options.output_dir / arm.folder / "export")) for arm in arms]
     cells = bench.cells(specs, lambda what: print(f"\n{what}:", flush=True))
-    return [{**cell, "trained_on": arm.trained_on} for arm, cell in zip(arms, cells, strict=True)]
+    named = DEMO_NAME if options.target == DEMO else options.target
+    return [{**cell, "target": named, "trained_on": arm.trained_on} for arm, cell in zip(arms, cells, strict=True)]
 
 
 if __name__ == "__main__":

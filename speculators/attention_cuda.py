@@ -15,20 +15,15 @@ from bitdraft.speculators.documents import Documents
 
 def _stretches(documents: Documents, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     """Bounds of the drafting rows and of the keys that ``_seen`` keeps, int32, and the longest stretch of each."""
-    drafting = [(begin, *draft) for begin, draft in zip(documents.bounds, documents.drafts, strict=False)]
-    rows = [behind - first for _, first, behind in drafting if first < behind]
-    keys = [behind - begin for begin, first, behind in drafting if first < behind]
+    rows = [behind - first for _, _, first, behind in documents.spans if first < behind]
+    keys = [behind - begin for begin, _, first, behind in documents.spans if first < behind]
     bounds = torch.tensor([[0, *accumulate(rows)], [0, *accumulate(keys)]], dtype=torch.int32, device=device)
     return bounds[0], bounds[1], max(rows), max(keys)
 
 
 def _seen(x: Tensor, documents: Documents) -> Tensor:
     """The rows of ``x`` ``[N, …]`` that some drafting row sees, one behind the other."""
-    kept = [
-        slice(begin, behind)
-        for begin, (first, behind) in zip(documents.bounds, documents.drafts, strict=False)
-        if first < behind
-    ]
+    kept = [slice(begin, behind) for begin, _, first, behind in documents.spans if first < behind]
     return x if sum(s.stop - s.start for s in kept) == len(x) else torch.cat([x[s] for s in kept])
 
 
@@ -37,7 +32,7 @@ def _all_rows(x: Tensor, documents: Documents) -> Tensor:
     if len(x) == documents.tokens:
         return x
     parts, row = [], 0
-    for begin, end, (first, behind) in zip(documents.bounds, documents.bounds[1:], documents.drafts, strict=False):
+    for begin, end, first, behind in documents.spans:
         seen = behind - begin if first < behind else 0
         parts += [x[row : row + seen], x.new_zeros(end - begin - seen, *x.shape[1:])]
         row += seen

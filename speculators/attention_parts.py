@@ -55,7 +55,7 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 
 def _parts(documents: Documents) -> Iterator[tuple[slice, slice, bool]]:
     """Drafting rows (of R), the keys (of N) they see, and whether causally; a document's causal part comes first."""
-    for begin, (first, behind), row in zip(documents.bounds, documents.drafts, documents.row_bounds, strict=False):
+    for (begin, _, first, behind), row in zip(documents.spans, documents.row_bounds[:-1], strict=True):
         rows = slice(row, row + behind - first)
         if first < behind:
             yield rows, slice(first, behind), True

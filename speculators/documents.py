@@ -28,7 +28,7 @@ class Documents:
     def __post_init__(self) -> None:
         if self.bounds[0] != 0 or len(self.drafts) != len(self.bounds) - 1:
             raise ValueError(f"{len(self.drafts)} documents do not fit the bounds {self.bounds}")
-        for (begin, end), (first, behind) in zip(pairwise(self.bounds), self.drafts, strict=True):
+        for begin, end, first, behind in self.spans:
             if not begin <= first <= behind <= end:
                 raise ValueError(f"drafts of rows {first} … {behind} lie outside their document {begin} … {end}")
 
@@ -37,6 +37,11 @@ class Documents:
         """Documents of these lengths, with drafting from every row."""
         bounds = (0, *accumulate(lengths))
         return cls(bounds, tuple(pairwise(bounds)), device)
+
+    @property
+    def spans(self) -> list[tuple[int, int, int, int]]:
+        """``(begin, end, first, behind)`` of each document: its rows, and those at which drafting begins."""
+        return [(*rows, *drafts) for rows, drafts in zip(pairwise(self.bounds), self.drafts, strict=True)]
 
     @property
     def tokens(self) -> int:

@@ -1,7 +1,6 @@
 """The formula of the training-time test's attention over packed documents, row by row, and inputs for it."""
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -46,7 +45,7 @@ def row_by_row(q: Tensor, keys: list[Tensor], values: list[Tensor], documents: D
     """Each row's softmax over the step-0 keys of its document up to it and its own keys of every later step."""
     groups = q.shape[1] // keys[0].shape[1]
     rows: list[Tensor] = []
-    for (begin, _), (first, behind) in zip(pairwise(documents.bounds), documents.drafts, strict=True):
+    for begin, _, first, behind in documents.spans:
         for t in range(first, behind):
             r = len(rows)
             key, value = (

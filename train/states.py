@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bitdraft.data.capture import DocumentStates, capture, capture_pack, document_length, groups_for
+from bitdraft.data.capture import DocumentStates, capture, capture_pack, groups_for
 from bitdraft.data.chat import Example
-from bitdraft.data.packing import Pack, make_pack
+from bitdraft.data.packing import Pack, document_length, make_pack
 from bitdraft.data.state_cache import CacheIdentity, StateCache, write_cache
 from bitdraft.quant.target import LowBitTarget, TargetStates
 from bitdraft.speculators.documents import Documents

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bitdraft.data.batches import epoch_batches
-from bitdraft.data.capture import document_length, predicting_rows
+from bitdraft.data.capture import predicting_rows
 from bitdraft.data.chat import Example
-from bitdraft.data.packing import first_fit
+from bitdraft.data.packing import document_length, first_fit
 from bitdraft.train.config import OptimConfig
 from bitdraft.train.loss_terms import sequence_cap
 

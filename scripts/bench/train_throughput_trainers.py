@@ -64,9 +64,9 @@ class Bitdraft:
         target = load_target(str(folder / "target"), load_recipe("none"), dtype=torch.float32)
         config = Eagle3Config(steps=facts["steps"], train_output=True, start="random")
         self.head = Eagle3Head.from_target(config, target, DraftVocab(given["target_ids"], target.vocab_size))
-        self.head.capture_scale.fill_(1)  # which the given weights hold already
         weights = {n.removeprefix("head."): x for n, x in given.items() if n.startswith("head.")}
-        self.head.load_state_dict(weights, strict=False)
+        weights["capture_scale"] = torch.ones(len(self.head.capture_layers))  # the given fc holds the scales already
+        self.head.load_state_dict(weights)
         teacher = target.logits_of(self.head.vocab.target_ids)
         self.module = TrainedHead(self.head, teacher, LossConfig())
         self.even_steps = lambda: TrainedHead(self.head, teacher, LossConfig(step_decay=1.0))

@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitdraft.data import state_cache, state_shards
-from bitdraft.data.capture import DocumentStates, capture, document_length
+from bitdraft.data.capture import DocumentStates, capture
 from bitdraft.data.chat import Example
+from bitdraft.data.packing import document_length
 from bitdraft.data.state_cache import CacheIdentity, StateCache, Storage, documents_digest, shard_documents, write_cache
 from bitdraft.data.state_shards import decoded, encoded
 from bitdraft.quant.files import sha256_of

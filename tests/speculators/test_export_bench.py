@@ -1,11 +1,11 @@
 """``scripts/bench/export_head.py`` on a small head: what it writes down, and that its limits are limits."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from bench_scripts import bench_script
 
 from bitdraft.train.environment import RunFailed
 
@@ -15,13 +15,7 @@ SMALLER = {"layers": 8, "vocab": 320, "draft_vocab": 96}
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    path = Path(__file__).parents[2] / "scripts" / "bench" / "export_head.py"
-    spec = importlib.util.spec_from_file_location("bench_export_head", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return bench_script("export_head")
 
 
 def test_every_eagle3_format_is_measured(bench: ModuleType, tmp_path: Path) -> None:

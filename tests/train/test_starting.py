@@ -114,25 +114,32 @@ def test_a_head_trained_in_low_bit_is_exported_in_low_bit(
     assert "fc" not in low_bit_layers(head)
 
 
-def test_recomputed_activations_change_no_loss(
+@pytest.fixture
+def losses(
     make_config: MakeConfig, environment: Environment, straight: Callable[[str], Path], tmp_path: Path
-) -> None:
-    optim = replace(make_config(tmp_path).optim, checkpointing=True)
-    config = make_config(tmp_path / "run", optim=optim, acceptance=AcceptanceConfig(draft_lengths=()))
-    folder = run(config, environment).folder
-    mine, its = (read_metrics(path / "metrics.jsonl") for path in (folder, straight("eagle3")))
-    assert [line["loss"] for line in mine] == [line["loss"] for line in its]
+) -> Callable[..., tuple[list[float], list[float]]]:
+    """``losses(compile=True)``: those of the uninterrupted run with other settings of ``optim``, and its own."""
+
+    def of(**optim: Any) -> tuple[list[float], list[float]]:
+        config = make_config(tmp_path / "run", acceptance=AcceptanceConfig(draft_lengths=()))
+        folder = run(replace(config, optim=replace(config.optim, **optim)), environment).folder
+        mine, its = (read_metrics(path / "metrics.jsonl") for path in (folder, straight("eagle3")))
+        return [line["loss"] for line in mine], [line["loss"] for line in its]
+
+    return of
+
+
+def test_recomputed_activations_change_no_loss(losses: Callable[..., tuple[list[float], list[float]]]) -> None:
+    mine, its = losses(checkpointing=True)
+    assert mine == its
 
 
 @pytest.mark.skipif(not can_compile(), reason="no C++ compiler on the PATH")
 def test_a_compiled_layer_changes_losses_by_rounding_alone(
-    make_config: MakeConfig, environment: Environment, straight: Callable[[str], Path], tmp_path: Path
+    losses: Callable[..., tuple[list[float], list[float]]],
 ) -> None:
-    optim = replace(make_config(tmp_path).optim, compile=True)
-    config = make_config(tmp_path / "run", optim=optim, acceptance=AcceptanceConfig(draft_lengths=()))
-    folder = run(config, environment).folder
-    mine, its = (read_metrics(path / "metrics.jsonl") for path in (folder, straight("eagle3")))
-    assert [line["loss"] for line in mine] == pytest.approx([line["loss"] for line in its], rel=1e-3)
+    mine, its = losses(compile=True)
+    assert mine == pytest.approx(its, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from itertools import islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bitdraft.data.capture import document_length
 from bitdraft.data.chat import Example
+from bitdraft.data.packing import document_length
 from bitdraft.train.config import OptimConfig
 from bitdraft.train.schedule import learning_rate
 from bitdraft.train.steps import StepPacks, step_packs

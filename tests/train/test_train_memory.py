@@ -1,12 +1,11 @@
 """``scripts/bench/train_memory.py`` on a small head: what it writes down, and that its limit is one."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from bench_scripts import bench_script
 
 from bitdraft.train.environment import RunFailed
 
@@ -15,14 +14,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reas
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    path = Path(__file__).parents[2] / "scripts" / "bench" / "train_memory.py"
-    spec = importlib.util.spec_from_file_location("bench_train_memory", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look their types up
-    spec.loader.exec_module(module)
-    return module
+    return bench_script("train_memory")
 
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "heads": 4, "key_value_heads": 2, "steps": 3}

@@ -1,7 +1,6 @@
 """``scripts/bench/train_throughput.py`` on a small shape: what it writes down, and that trainers that do other work, or
 none, are errors."""
 
-import importlib.util
 import json
 import math
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_scripts import bench_script
 
 from bitdraft.train.environment import RunFailed
 
@@ -33,13 +33,7 @@ for number, line in enumerate(sys.stdin):
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    path = Path(__file__).parents[2] / "scripts" / "bench" / "train_throughput.py"
-    spec = importlib.util.spec_from_file_location("bench_train_throughput", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return bench_script("train_throughput")
 
 
 def scripted(bench: ModuleType, path: Path, monkeypatch: pytest.MonkeyPatch, **values: Any) -> Any:

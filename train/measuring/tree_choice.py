@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from bitdraft.data.capture import capture_pack, document_length
+from bitdraft.data.capture import capture_pack
 from bitdraft.data.chat import Example
-from bitdraft.data.packing import make_pack
+from bitdraft.data.packing import document_length, make_pack
 from bitdraft.quant.target import LowBitTarget, TargetStates
 from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.documents import Documents
