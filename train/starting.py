@@ -93,7 +93,6 @@ def _read(config: RunConfig, target: LowBitTarget) -> DraftHead:
             f"init_from: the head in {config.init_from} is in low bit, and training needs its masters: give the 16-bit "
             "head that it was made of"
         )
-    head.float()
     if isinstance(head, Eagle3Head):
         head.unfold(target)
         head.config = replace(head.config, steps=config.eagle3.steps, start="random")  # its weights are its start
