@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bitdraft.data.chat import Example
-from bitdraft.data.regenerate import right_padded
+from bitdraft.data.generation import right_padded
+from bitdraft.data.sampling import epoch_order
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,18 @@ def make_batch(examples: Sequence[Example]) -> Batch:
     )
 
 
-def epoch_batches(examples: Sequence[Example], batch_tokens: int, *, seed: int, epoch: int) -> list[list[int]]:
-    """Indices of one epoch's batches: shuffled, similar lengths together, every example once.
+def epoch_batches(
+    examples: Sequence[Example], batch_tokens: int, *, seed: int, epoch: int, weights: np.ndarray | None = None
+) -> list[list[int]]:
+    """Indices of one epoch's batches: shuffled, similar lengths together, as many draws as there are examples: every
+    example once, or as often as its share of ``weights`` says (``sampling.epoch_order``).
 
     A batch holds about ``batch_tokens`` answer tokens, so that runs on texts of other lengths see as many per step:
     boundaries follow the running sum, none is off by more than half an answer, and errors do not add up. The last
-    batch may be smaller. The order depends on ``seed`` and ``epoch`` alone.
+    batch may be smaller. The order depends on ``seed``, ``epoch`` and the examples alone, not on where they stand.
     """
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    order = torch.randperm(len(examples), generator=generator).tolist()
+    drawn = np.ones(len(examples)) if weights is None else weights
+    order = epoch_order([e.key for e in examples], drawn, seed=seed, epoch=epoch).tolist()
     # Sort within pools: little padding, and still another mix every epoch. Up and down by turns, so that a batch
     # across two pools has similar lengths too.
     length = [len(e.prompt) + len(e.answer) for e in examples]
@@ -54,6 +59,7 @@ def epoch_batches(examples: Sequence[Example], batch_tokens: int, *, seed: int, 
     batches: dict[int, list[int]] = {}
     for number, i in zip(_running(near, examples, batch_tokens), near, strict=True):
         batches.setdefault(number, []).append(i)
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     shuffled = torch.randperm(len(batches), generator=generator).tolist()
     listed = list(batches.values())
     return [listed[i] for i in shuffled]

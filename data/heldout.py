@@ -5,7 +5,6 @@ take, in which order and in which words they ask. The trap: acceptance lengths c
 answer lengths are the same, and they often differ under one name (docs/heldout-sets.md).
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -13,7 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from bitdraft.data.sources import Conversation, Message, demo_file, read_conversations
+from bitdraft.data.conversation import Conversation, Message
+from bitdraft.data.records import SUFFIXES, HubError, Placed, hub_configs, hub_records, read_records
+from bitdraft.data.sources import demo_file, read_conversations
 
 Record = Mapping[str, Any]
 
@@ -56,9 +57,9 @@ class HeldOutSet:
 def load_set(name: str, *, folder: Path | None = None, prompts: int | None = None) -> list[Conversation]:
     """At most ``prompts`` conversations of the set, by default as many as peers take.
 
-    ``folder/NAME.jsonl``, ``.json`` or ``.parquet`` is read if it exists, otherwise the hub is asked. The file holds
-    the set's published columns, the ``turns`` of FastChat's and EAGLE's question files or, as JSON lines, our own
-    form. Questions are user messages in a row, which the assistant answers one after the other.
+    ``folder/NAME.jsonl``, ``.jsonl.gz``, ``.json`` or ``.parquet`` is read if it exists, otherwise the hub is asked.
+    The file holds the set's published columns, the ``turns`` of FastChat's and EAGLE's question files or, as JSON
+    lines, our own form. Questions are user messages in a row, which the assistant answers one after the other.
 
     Raises ``ValueError`` for an unknown set, a set that cannot be had, and a file or record that does not fit, naming
     its line.
@@ -94,16 +95,16 @@ def _local_file(row: HeldOutSet, folder: Path | None) -> Path | None:
         return None
     if not folder.is_dir():
         raise ValueError(f"the folder of held-out sets {folder} does not exist")
-    found = [path for suffix in _READERS if (path := folder / f"{row.name}{suffix}").is_file()]
+    found = [path for suffix in SUFFIXES if (path := folder / f"{row.name}{suffix}").is_file()]
     if len(found) > 1:
         raise ValueError(f"{folder} holds {' and '.join(p.name for p in found)}; keep the one to measure")
     return found[0] if found else None
 
 
 def _from_file(row: HeldOutSet, path: Path) -> Iterable[Conversation]:
-    if path.suffix == ".jsonl" and _is_own_form(next((record for _, record in _json_lines(path)), None)):
+    if ".jsonl" in path.suffixes and _is_own_form(next((record for _, record in read_records(path)), None)):
         return read_conversations([path])
-    return _conversations(row, _READERS[path.suffix](path))
+    return _conversations(row, read_records(path))
 
 
 def _is_own_form(record: Any) -> bool:
@@ -112,75 +113,26 @@ def _is_own_form(record: Any) -> bool:
     return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and "role" in turns[0]
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
-        try:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield f"{path}, line {number}", json.loads(line)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text: {error.reason}") from error
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})") from error
-
-
-def _json_list(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        records = json.loads(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error.reason}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}, line {error.lineno}: not a JSON list of records ({error.msg}); "
-            "records that stand one a line belong into a .jsonl file"
-        ) from error
-    if not isinstance(records, list):
-        raise ValueError(f"{path}: expected a JSON list of records, found {type(records).__name__}")
-    yield from ((f"{path}, record {number}", record) for number, record in enumerate(records, start=1))
-
-
-def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    import datasets  # heavy, and rarely needed
-
-    try:  # streamed, so that no copy goes into the cache
-        rows = list(datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True))
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"{path} is not a Parquet file: {error}") from error
-    yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
-
-
-_READERS = {".jsonl": _json_lines, ".json": _json_list, ".parquet": _parquet}
-
-
-def _from_hub(row: HeldOutSet, folder: Path | None) -> Iterable[Conversation]:
-    import datasets  # heavy, and rarely needed
-
+def _from_hub(row: HeldOutSet, folder: Path | None) -> Iterator[Conversation]:
     place = f"{folder}/{row.name}.jsonl" if folder else f"{row.name}.jsonl in a folder named by --set-dir"
     if row.hub is None:
         raise ValueError(f"held-out set {row.name!r} is not on the hub: write it to {place} (docs/heldout-sets.md)")
     try:
-        configs = datasets.get_dataset_config_names(row.hub) if row.every_config else [row.config]
-        parts = [
-            datasets.load_dataset(row.hub, config, split=row.split, data_files=row.data_file) for config in configs
-        ]
-    # RuntimeError: a dataset that would have to run a script of its own
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        yield from _conversations(row, _hub_rows(row, row.hub))
+    except HubError as error:
         raise ValueError(
             f"held-out set {row.name!r} cannot be had from the hub as {row.hub} ({error}); "
             f"without network, write it to {place} (docs/heldout-sets.md)"
         ) from error
-    records = (
-        (
-            f"{row.hub}, {config or row.split}, row {number}",
-            {"category": config, **record} if row.every_config else record,
-        )
-        for config, part in zip(configs, parts, strict=True)
-        for number, record in enumerate(part, start=1)
-    )
-    return _conversations(row, records)
 
 
-def _conversations(row: HeldOutSet, records: Iterable[tuple[str, Any]]) -> Iterator[Conversation]:
+def _hub_rows(row: HeldOutSet, hub: str) -> Iterator[Placed]:
+    for config in hub_configs(hub) if row.every_config else [row.config]:
+        for source, record in hub_records(hub, config, row.split, data_file=row.data_file):
+            yield source, {"category": config, **record} if row.every_config else record
+
+
+def _conversations(row: HeldOutSet, records: Iterable[Placed]) -> Iterator[Conversation]:
     for index, (source, record) in enumerate(records):
         questions = _questions(row, record, source)
         if questions is not None:

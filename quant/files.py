@@ -14,11 +14,16 @@ from pathlib import Path
 
 def write_text_atomically(path: Path, text: str) -> None:
     """Replace ``path`` by ``text`` (UTF-8), making its folders."""
+    write_bytes_atomically(path, text.encode("utf-8"))
+
+
+def write_bytes_atomically(path: Path, content: bytes) -> None:
+    """Replace ``path`` by ``content``, making its folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -57,6 +57,12 @@ class Acceptance:
             tuple(int(i < accepted + refused) for i in reached),
         )
 
+    @classmethod
+    def of_row(cls, row: Sequence[int]) -> "Acceptance":
+        """One prompt's counts back from its ``row``, of chains: behind every accepted draft stands another."""
+        passes, drafted, *accepted = row
+        return cls(len(accepted), 1, passes, drafted, tuple(accepted), (passes, *accepted[:-1]))
+
     @property
     def row(self) -> list[int]:
         """``[passes, drafted, *accepted_at]``: what a file keeps of one prompt."""
@@ -119,6 +125,18 @@ def ratio_interval(
     ratios = _resampled_ratios(numerators, denominators, bootstrap_draws(len(numerators), resamples, seed))
     low, high = np.quantile(ratios, [0.025, 0.975])
     return float(low), float(high)
+
+
+def length_difference(
+    parts: Sequence[Acceptance], others: Sequence[Acceptance], *, resamples: int = 5000, seed: int = 0
+) -> tuple[float, tuple[float, float]]:
+    """Acceptance length of ``parts`` less that of ``others``, and its 95 % bootstrap interval over the prompts that
+    both were measured on, in the same order."""
+    draws = bootstrap_draws(len(parts), resamples, seed)
+    resampled = [_resampled_ratios([p.emitted for p in s], [p.passes for p in s], draws) for s in (parts, others)]
+    low, high = np.quantile(resampled[0] - resampled[1], [0.025, 0.975])
+    k = parts[0].draft_length
+    return total(parts, k).length - total(others, k).length, (float(low), float(high))
 
 
 def bootstrap_draws(prompts: int, resamples: int, seed: int) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":

@@ -50,6 +50,10 @@ class Sampling:
         probabilities = scaled.softmax(-1)
         return probabilities if self.top_p == 1 else _nucleus(probabilities, self.top_p)
 
+    def choose(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        """One token id per row: ``[..., V]``, numbers in [0, 1) ``[...]`` → int64 ``[...]``."""
+        return likeliest(logits) if self.is_greedy else draw(self.probabilities(logits), uniforms)
+
 
 def likeliest(logits: Tensor) -> Tensor:
     """The token of the highest logit, the first of equally high ones: ``[..., V]`` → int64 ``[...]``."""

@@ -37,7 +37,7 @@ def small_config(folder: Path, target: Path, **changes: Any) -> RunConfig:
     config = RunConfig(
         target=str(target),
         target_quant="mxfp4a16",
-        data=(data,),
+        data=(str(data),),
         output_dir=folder,
         dtype="float32",
         device="cpu",

@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class Checkpoint:
     step: int
     path: Path
     history: list[Choice]
+    weighting: dict[str, Any] = field(default_factory=dict)  # Weighting.state
 
     @property
     def module(self) -> dict[str, Tensor]:
@@ -56,6 +57,7 @@ def save_checkpoint(
     optimizer: Mapping[str, Tensor],
     history: Sequence[Choice],
     keep: int,
+    weighting: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write ``folder/step-…`` and drop all but the newest ``keep`` and the one of the best measurement."""
     path = path_of(folder, step)
@@ -66,7 +68,8 @@ def save_checkpoint(
         save_file(dict(optimizer), fresh / "optimizer.safetensors")
         save_file(_rng_tensors(), fresh / "rng.safetensors")
         sums = {name: sha256_of(fresh / name) for name in _TENSOR_FILES}
-        content = _sealed({"version": 2, "step": step, "history": [asdict(c) for c in history], "sha256": sums})
+        about = {"version": 2, "step": step, "history": [asdict(c) for c in history], "sha256": sums}
+        content = _sealed(about | ({"weighting": dict(weighting)} if weighting else {}))
         (fresh / "checkpoint.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
     best = best_of(history)
     for old in checkpoints(folder)[:-keep]:
@@ -94,7 +97,7 @@ def read_checkpoint(path: Path, instead: str) -> Checkpoint | None:
         print(f"warning: checkpoint {path} is damaged ({reason}); {instead}", file=sys.stderr)
         return None
     content = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
-    return Checkpoint(content["step"], path, [Choice(**c) for c in content["history"]])
+    return Checkpoint(content["step"], path, [Choice(**c) for c in content["history"]], content.get("weighting", {}))
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -8,6 +8,7 @@ from bitdraft.data.calibration import CalibrationConfig
 from bitdraft.quant.target import CompileChoice
 from bitdraft.speculators.eagle3 import Eagle3Config
 from bitdraft.speculators.medusa import MedusaConfig
+from bitdraft.speculators.sampling import Sampling
 from bitdraft.train.loss_terms import LossConfig
 
 
@@ -28,10 +29,35 @@ class AnswersConfig:
     """Longest answer."""
     batch_size: int = 128
     """Prompts answered at once."""
+    temperature: float = 0.0
+    """Of the target's answers; 0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Draw from the fewest likeliest tokens that hold this share of the probability."""
+    keep_thinking: bool = True
+    """Train on the thinking that the data's own answers hold too, where the chat template renders it."""
 
     def __post_init__(self) -> None:
+        Sampling(temperature=self.temperature, top_p=self.top_p)  # refuses what is no temperature
         _at_least("answers.max_new_tokens", self.max_new_tokens, 1)
         _at_least("answers.batch_size", self.batch_size, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsConfig:
+    """How often each record is drawn."""
+
+    file: Path | None = None
+    """Weights by scripts/match_traffic.py for the records of `--data`; by default every record comes once an epoch.
+    `--prompts` then draws a subset by weight instead of taking the first, which is trained on evenly."""
+    headroom: float = 1.0
+    """Draw groups of records more often where the head accepts least, and others less, by this factor at most;
+    estimated anew every epoch from what the head accepts on the training text. 1 leaves the weights as they are."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.headroom < float("inf"):
+            raise ValueError(f"weights.headroom must be finite and at least 1, got {self.headroom}")
+        if self.headroom > 1 and self.file is None:
+            raise ValueError("weights.headroom goes by the groups of a weights file: give --weights.file")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,10 +234,16 @@ class RunConfig:
     draft_quant: str | None = None
     """Train the head itself in low bit, in this preset or recipe (fp8, mxfp4, nvfp4, nvfp4a16, …), and export it so:
     the layers that it names compute as the engine will. Go on from a converged 16-bit head: `--init-from`."""
-    data: tuple[Path, ...] = ()
-    """JSONL files of prompts or conversations; by default the shipped training prompts."""
+    data: tuple[str, ...] = ()
+    """Prompts or conversations: JSON, JSONL or Parquet files, folders, globs, hub ids, each with its share of the mix
+    behind it if wanted (`chat.jsonl@0.7 code/@0.3`; docs/data.md); by default the shipped training prompts."""
+    skip_bad: bool = False
+    """Leave records out that cannot be read, and count them, instead of stopping at the first."""
+    allow_contamination: tuple[str, ...] = ()
+    """Names of files (without their ending) that the head may be selected by or measured on although records that it
+    is trained on nearly hold their prompts."""
     prompts: int | None = None
-    """Train on the first so many records of the data only."""
+    """Train on the first so many records of the data only; with `--weights.file`, on as many drawn by weight."""
     output_dir: Path | None = None
     """Run folder; by default runs/HEAD-QUANT, with the profile behind it if it is not plain."""
     resume: bool = False
@@ -232,10 +264,13 @@ class RunConfig:
     """Any tracker that accelerate knows by name, or `none`."""
     trust_remote_code: bool = False
     """Let the target's folder run its own Python code."""
+    thinking: Literal["on", "off"] | None = None
+    """Switch the chat template's thinking mode, in training and in measuring; by default the template decides."""
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)
     eagle3: Eagle3Config = field(default_factory=Eagle3Config)
     medusa: MedusaConfig = field(default_factory=MedusaConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     states: StatesConfig = field(default_factory=StatesConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -28,6 +28,8 @@ class Environment:
     """Whether the launcher was asked for several processes and started this one only."""
     asked_engine: Literal["", "fsdp", "deepspeed"] = ""
     """What accelerate's configuration asks to cut weights up with."""
+    api_key: str = field(default="", repr=False)
+    """What a server that answers prompts is shown: ``$BITDRAFT_API_KEY``."""
 
 
 def read_environment() -> Environment:
@@ -36,7 +38,8 @@ def read_environment() -> Environment:
     # `accelerate launch --cpu --num_processes 2` prepares where two processes would meet, and starts one (1.15).
     accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
     left_alone = accelerate and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ
-    return Environment(Path(cache), int(os.environ.get("WORLD_SIZE", "1")), left_alone, _asked_engine())
+    key = os.environ.get("BITDRAFT_API_KEY", "")
+    return Environment(Path(cache), int(os.environ.get("WORLD_SIZE", "1")), left_alone, _asked_engine(), key)
 
 
 def _asked_engine() -> Literal["", "fsdp", "deepspeed"]:

@@ -35,6 +35,7 @@ from bitdraft.train.sharding import load_head_weights, load_module, refresh, res
 from bitdraft.train.states import StateSource
 from bitdraft.train.steps import StepPacks, step_packs
 from bitdraft.train.stopping import Interrupted, stop_requests
+from bitdraft.train.weighting import Weighting
 
 _START_POSITIONS = 100_000  # many times the unknowns of each output; more changes little
 
@@ -48,10 +49,11 @@ def train(
     folder: Path,
     measure: Callable[[DraftHead], float],
     adapters: TargetAdapters,
+    weighting: Weighting,
 ) -> DraftHead:
     """Train ``head`` on ``examples`` and return it as it was when ``measure`` (its acceptance length) found it best;
     checkpoints, metrics and tracker files go to ``folder``. ``adapters``: of the target, trained along and left as they
-    were when the head was best; there may be none.
+    were when the head was best; there may be none. ``weighting``: how often each example is drawn.
 
     Raises ``Interrupted`` after a signal (the checkpoint is written first) and ``RunFailed`` for a loss that is not
     finite, naming the step, the batch and the newest checkpoint.
@@ -63,12 +65,13 @@ def train(
     if saved and (first >= optim.steps or is_exhausted(history, selection.patience)):
         return _best(head, kept, saved, adapters)
     module = trained_head(head, target.logits_of(head.vocab.target_ids), config.loss, adapters)
-    source = _source(config, accelerator, target, head, examples, folder, first)
+    source = _source(config, accelerator, target, head, examples, folder, first, weighting)
     if first == 0:
-        head.start_from(_first_packs(source, examples))
+        head.start_from(_first_packs(source, weighting.first_draws(examples, config.seed)))
     whole = spare_head(accelerator, head)
     if saved:
         load_module(module, saved)
+        weighting.restore(saved.weighting)
     wrapped, optimizer = prepared(accelerator, module, optim, target.dtype, module.groups)
     if saved:
         accelerator.print(f"resuming from {saved.path}")
@@ -79,7 +82,7 @@ def train(
         tqdm(total=optim.steps, initial=first, unit="step", desc=f"training {head.kind}", disable=rank > 0) as bar,
         stop_requests() as stop,
     ):
-        for step, packs in _steps(first, config, examples, accelerator):
+        for step, packs in _steps(first, config, examples, accelerator, weighting):
             started = time.perf_counter()
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(optim, step) * group["share"]
@@ -92,6 +95,7 @@ def train(
                     f"{saved.path if saved else 'none'}"
                 )
             module.remember(losses.acceptance, losses.terms)
+            weighting.take_in(losses.group_accepted.tolist(), losses.group_possible.tolist())
 
             done = step + 1
             last = done == optim.steps
@@ -113,7 +117,7 @@ def train(
             if done % config.checkpoint.every == 0 or due or ends or stops:
                 tensors = whole_state(accelerator, wrapped, optimizer)
                 if accelerator.is_main_process:
-                    path = save_checkpoint(kept, done, *tensors, history, config.checkpoint.keep)
+                    path = save_checkpoint(kept, done, *tensors, history, config.checkpoint.keep, weighting.state())
                     saved = Checkpoint(done, path, list(history))
             if ends:
                 break
@@ -128,10 +132,10 @@ def train(
 
 
 def _steps(
-    first: int, config: RunConfig, examples: Sequence[Example], accelerator: Accelerator
+    first: int, config: RunConfig, examples: Sequence[Example], accelerator: Accelerator, weighting: Weighting
 ) -> Iterator[tuple[int, StepPacks]]:
     cap = config.loss.sequence_cap
-    return step_packs(first, examples, config.optim, config.seed, accelerator.num_processes, cap)
+    return step_packs(first, examples, config.optim, config.seed, accelerator.num_processes, cap, weighting)
 
 
 def _backward(accelerator: Accelerator, wrapped: nn.Module, source: StateSource, packs: StepPacks) -> Losses:
@@ -150,7 +154,7 @@ def _backward(accelerator: Accelerator, wrapped: nn.Module, source: StateSource,
             # Gradients are averaged over ranks; the divisor already spans them.
             backward(accelerator, wrapped, losses.loss * (accelerator.num_processes if counts else 0))
         sums = sums + torch.cat([x.detach().float().reshape(-1) for x in losses]) * counts
-    loss, *others = accelerator.reduce(sums, "sum").split([1, *[len(losses.terms)] * 4])
+    loss, *others = accelerator.reduce(sums, "sum").split([x.numel() for x in losses])
     return Losses(loss[0], *others)
 
 
@@ -170,6 +174,7 @@ def _source(
     examples: Sequence[Example],
     folder: Path,
     first: int,
+    weighting: Weighting,
 ) -> StateSource:
     answer = sum(len(e.answer) for e in examples) / len(examples)
     with nullcontext() if config.shard_target else accelerator.main_process_first():  # others find states on disk
@@ -181,14 +186,15 @@ def _source(
             config.states,
             uses=round(config.optim.batch_tokens * accelerator.num_processes * (config.optim.steps - first) / answer),
             cache=config.states.folder or folder / "states",
+            weighting=weighting,
         )
 
 
-def _first_packs(source: StateSource, examples: Sequence[Example]) -> Iterator[tuple[TargetStates, Tensor, Tensor]]:
+def _first_packs(source: StateSource, drawn: Sequence[int]) -> Iterator[tuple[TargetStates, Tensor, Tensor]]:
     """States for a start from data, until ``_START_POSITIONS`` supervised positions are seen."""
     seen = 0
-    for begin in range(0, len(examples), 16):
-        supervision = source.supervision(range(begin, min(begin + 16, len(examples))))
+    for begin in range(0, len(drawn), 16):
+        supervision = source.supervision(drawn[begin : begin + 16])
         supervised = supervision.supervised & (supervision.documents.positions > 0)
         yield supervision.states, supervision.pack.tokens, supervised
         seen += int(supervised.sum())

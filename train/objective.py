@@ -29,6 +29,8 @@ class Losses(NamedTuple):
     possible: Tensor  # [K] rows from which steps 0 … k are all supervised
     acceptance: Tensor  # [K] sum of Σ min(p, q) over terms, where the loss needs it: how often sampling would accept
     terms: Tensor  # [K] how many terms that is
+    group_accepted: Tensor  # [G] drafts that are the target's choice, all before them too, by group of documents
+    group_possible: Tensor  # [G] drafts whose steps are all supervised, likewise
 
 
 @dataclass(frozen=True)
@@ -94,14 +96,15 @@ def objective(
         ),
         exists_KN=exists,
     )
-    accepted, possible = _prefixes(found.statistics.agrees, terms, supervision, steps)
+    agreed_KR, there_KR = _prefixes(found.statistics.agrees, terms, supervision, steps)
     acceptance = found.statistics.acceptance
-    sums = accepted.new_zeros(steps, dtype=torch.float32) if acceptance is None else acceptance.sum(1)
-    return Losses(found.loss, accepted, possible, sums, exists.sum(1))
+    sums = outputs.new_zeros(steps, dtype=torch.float32) if acceptance is None else acceptance.sum(1)
+    by_group = [_by_group(rows_KR, supervision) for rows_KR in (agreed_KR, there_KR)]
+    return Losses(found.loss, agreed_KR.sum(1), there_KR.sum(1), sums, exists.sum(1), *by_group)
 
 
 def _prefixes(agrees_KP: Tensor, terms: Terms, supervision: Supervision, steps: int) -> tuple[Tensor, Tensor]:
-    """Regroup agreement by the row where drafting began: how many rows got as far as each step, ``[K]`` twice.
+    """Regroup agreement by the row where drafting began: whether it got as far as each step, and could, ``[K, R]``.
 
     This is acceptance with every row as the start of a pass, on the text at hand. A first choice outside the draft
     vocabulary is a draft that fails.
@@ -114,4 +117,13 @@ def _prefixes(agrees_KP: Tensor, terms: Terms, supervision: Supervision, steps: 
         known = terms.row[k] >= 0
         agreed_KR[k, terms.row[k, known]] = agrees_KP[k, known]
         there_KR[k, supervised[k][supervised[k] >= 0]] = True
-    return agreed_KR.cumprod(dim=0).sum(dim=1), there_KR.cumprod(dim=0).sum(dim=1)
+    return agreed_KR.cumprod(dim=0), there_KR.cumprod(dim=0)
+
+
+def _by_group(rows_KR: Tensor, supervision: Supervision) -> Tensor:
+    """``[G]`` sums over the rows of each group's documents."""
+    documents = supervision.documents
+    bounds = torch.tensor(documents.row_bounds[1:], device=rows_KR.device)
+    document = torch.bucketize(torch.arange(rows_KR.shape[1], device=rows_KR.device), bounds, right=True)  # [R]
+    sums = rows_KR.new_zeros(supervision.group_count)
+    return sums.index_add_(0, supervision.groups[document], rows_KR.sum(0))

@@ -9,7 +9,6 @@ The run folder:
     acceptance.json     what it accepts on held-out prompts
 """
 
-import hashlib
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -23,10 +22,11 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from bitdraft.data.calibration import calibration_text
-from bitdraft.data.chat import Example, end_of_turn_ids, written_examples
+from bitdraft.data.chat import Example, end_of_turn_ids, thinking_mode, written_examples
+from bitdraft.data.conversation import Conversation
 from bitdraft.data.demo_target import resolve_target
-from bitdraft.data.regenerate import AnswerSettings, on_policy_examples
-from bitdraft.data.sources import Conversation, demo_file, read_conversations
+from bitdraft.data.regenerate import AnswerSettings, foreign_answers, on_policy_examples
+from bitdraft.data.sources import demo_file
 from bitdraft.quant.files import write_text_atomically
 from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.profiles import load_recipe_for
@@ -35,6 +35,7 @@ from bitdraft.quant.target import LowBitTarget, load_target, load_tokenizer
 from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.drafting import DraftPlan
 from bitdraft.speculators.load import load_head
+from bitdraft.speculators.sampling import Sampling
 from bitdraft.train.adapted_target import TargetAdapters, check_adaptable
 from bitdraft.train.config import RunConfig
 from bitdraft.train.config_io import to_plain, to_yaml
@@ -49,6 +50,7 @@ from bitdraft.train.measuring.prompt_sets import PromptSet
 from bitdraft.train.placement import first_device, place
 from bitdraft.train.selection import acceptance_of
 from bitdraft.train.starting import as_served, check_head_settings, make_head
+from bitdraft.train.texts import read_texts, weighting_of
 
 _MAY_DIFFER = (
     *("resume", "checkpoint", "acceptance", "tracker", "output_dir", "compile_quantizer", "states"),
@@ -87,10 +89,9 @@ def run(config: RunConfig, environment: Environment) -> Finished:
     text_recipe = load_recipe_for(config.answers.quant, config.target_profile) if config.answers.quant else recipe
     if config.draft_quant:
         load_recipe(config.draft_quant)  # an unknown name ends the run before anything is loaded
-    conversations, traffic = _conversations(config)
-    heldout = read_conversations(config.acceptance.data or [demo_file("heldout")])
     accelerator = make_accelerator(config, environment, folder)
-    contents = _contents(recipe, text_recipe, conversations, traffic)
+    texts = read_texts(config, accelerator.print)
+    contents = {"target_quant": recipe.fingerprint, "answers.quant": text_recipe.fingerprint, **texts.fingerprints}
     if accelerator.is_main_process:
         _open_run(folder, config, contents)
     accelerator.wait_for_everyone()
@@ -114,18 +115,20 @@ def run(config: RunConfig, environment: Environment) -> Finished:
     check_adaptable(config.target_lora, target, accelerator)
     with nullcontext() if config.shard_target else accelerator.main_process_first():  # others read the cache
         examples = _examples(
-            config, environment, accelerator, name, dtype, text_recipe, target, tokenizer, conversations
+            config, environment, accelerator, name, dtype, text_recipe, target, tokenizer, texts.training
         )
-    head = make_head(config, target, tokenizer, examples, accelerator.print)
+    weighting = weighting_of(config, examples, texts.weights)
+    drawn = [examples[i] for i in weighting.first_draws(examples, config.seed)]
+    head = make_head(config, target, tokenizer, drawn, accelerator.print)
     if config.tracker != "none":
         accelerator.init_trackers("bitdraft", config={k: str(v) for k, v in to_plain(config).items()})
     adapters = TargetAdapters(target, config.target_lora, config.seed)
 
     def measure_selection(head: DraftHead) -> float:
         with adapters.on():
-            return acceptance_of(target, head, tokenizer, traffic, config.selection)
+            return acceptance_of(target, head, tokenizer, texts.selection, config)
 
-    head = train(config, accelerator, target, head, examples, folder, measure_selection, adapters)
+    head = train(config, accelerator, target, head, examples, folder, measure_selection, adapters, weighting)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process or config.shard_target:  # a target in parts runs in all processes or in none
         scratch = TemporaryDirectory()
@@ -142,43 +145,9 @@ def run(config: RunConfig, environment: Environment) -> Finished:
             **adapter.facts,
         }
         with adapters.on():
-            _export_and_measure(config, target, head, tokenizer, heldout, out, facts, adapter)
+            _export_and_measure(config, target, head, tokenizer, texts.heldout, out, facts, adapter)
     accelerator.end_training()
     return finished
-
-
-def _conversations(config: RunConfig) -> tuple[list[Conversation], list[Conversation]]:
-    """What is trained on, and the traffic by which the head is selected; no record is in both."""
-    data = read_conversations(config.data or [demo_file("train")])[: config.prompts]
-    chosen = config.selection
-    if not chosen.every:
-        return data, []
-    if chosen.data or not config.data:
-        return data, read_conversations(chosen.data or [demo_file("traffic")])[: chosen.prompts]
-    held = min(chosen.prompts, len(data) // 5)
-    if held == 0:
-        raise ValueError(
-            f"the data has {len(data)} records, too few to hold some back for selection: give selection.data, or set "
-            "selection.every to 0"
-        )
-    return data[:-held], data[-held:]
-
-
-def _contents(
-    recipe: Recipe, text_recipe: Recipe, conversations: list[Conversation], traffic: list[Conversation]
-) -> dict[str, str]:
-    """Fingerprints of what a configuration only names: files, whose contents may change under their names."""
-    return {
-        "target_quant": recipe.fingerprint,
-        "answers.quant": text_recipe.fingerprint,
-        "data": _digest(conversations),
-        "selection.data": _digest(traffic),
-    }
-
-
-def _digest(conversations: list[Conversation]) -> str:
-    texts = json.dumps([[m.as_dict() for m in c.messages] for c in conversations])
-    return hashlib.sha256(texts.encode()).hexdigest()[:16]
 
 
 def _open_run(folder: Path, config: RunConfig, contents: dict[str, str]) -> None:
@@ -241,7 +210,11 @@ def _examples(
     """The training text: the target's own answers, another recipe's, or the file's."""
     end_ids = end_of_turn_ids(target.model, tokenizer)
     if config.answers.source == "file":
-        examples = [e for c in conversations for e in written_examples(tokenizer, c, end_ids)]
+        if foreign := foreign_answers(conversations, target):
+            accelerator.print(f"warning: {foreign}")
+        thinking, kept = thinking_mode(config.thinking), config.answers.keep_thinking
+        found = (written_examples(tokenizer, c, end_ids, thinking=thinking, keep_thinking=kept) for c in conversations)
+        examples = [example for of_one in found for example in of_one]
     else:
         writer = target
         if text_recipe.fingerprint != load_recipe_for(config.target_quant, config.target_profile).fingerprint:
@@ -250,7 +223,13 @@ def _examples(
             writer,
             tokenizer,
             conversations,
-            AnswerSettings(config.answers.max_new_tokens, config.answers.batch_size),
+            AnswerSettings(
+                config.answers.max_new_tokens,
+                config.answers.batch_size,
+                Sampling(temperature=config.answers.temperature, top_p=config.answers.top_p),
+                config.seed,
+                thinking_mode(config.thinking),
+            ),
             end_ids=end_ids,
             cache_dir=environment.cache_dir,
             label=f"answers by the {text_recipe.name} target",
@@ -282,7 +261,11 @@ def _export_and_measure(
     measured = config.acceptance
     name = "+".join(path.stem for path in measured.data or [demo_file("heldout")])
     prompts = PromptSet(name, tuple(heldout[: measured.prompts]))
-    how = Decoding(max_new_tokens=measured.max_new_tokens, batch_size=measured.batch_size)
+    how = Decoding(
+        max_new_tokens=measured.max_new_tokens,
+        batch_size=measured.batch_size,
+        thinking=thinking_mode(config.thinking),
+    )
     longest = max(measured.draft_lengths, default=min(3, head.longest_draft or 3))
     export_checked(
         head, target, out.export, tokenizer, prompts, draft_length=longest, facts=facts, beside=adapter.write

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bitdraft.data.sources import Conversation
+from bitdraft.data.chat import thinking_mode
+from bitdraft.data.conversation import Conversation
 from bitdraft.quant.target import LowBitTarget
 from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.drafting import DraftPlan
 from bitdraft.speculators.metrics import total
-from bitdraft.train.config import SelectionConfig
+from bitdraft.train.config import RunConfig
 from bitdraft.train.measuring.acceptance import Decoding, decode
 from bitdraft.train.measuring.prompt_sets import PromptSet
 
@@ -23,16 +24,21 @@ class Choice:
 
 
 def acceptance_of(
-    target: LowBitTarget, head: DraftHead, tokenizer: Any, traffic: Sequence[Conversation], config: SelectionConfig
+    target: LowBitTarget, head: DraftHead, tokenizer: Any, traffic: Sequence[Conversation], config: RunConfig
 ) -> float:
     """Tokens per target pass, bonus included, of greedy chains over the first turns of ``traffic``."""
-    prompts = PromptSet("traffic", tuple(traffic[: config.prompts]))
-    how = Decoding(max_new_tokens=config.max_new_tokens, batch_size=config.batch_size)
+    chosen = config.selection
+    prompts = PromptSet("traffic", tuple(traffic[: chosen.prompts]))
+    how = Decoding(
+        max_new_tokens=chosen.max_new_tokens,
+        batch_size=chosen.batch_size,
+        thinking=thinking_mode(config.thinking),
+    )
     training = head.training
     head.eval()
-    decoded = decode(target, head, tokenizer, prompts, DraftPlan(length=config.draft_length), how)
+    decoded = decode(target, head, tokenizer, prompts, DraftPlan(length=chosen.draft_length), how)
     head.train(training)
-    return total(decoded.per_prompt, config.draft_length).length
+    return total(decoded.per_prompt, chosen.draft_length).length
 
 
 def best_of(history: Sequence[Choice]) -> Choice | None:

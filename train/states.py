@@ -14,6 +14,7 @@ from bitdraft.data.state_cache import CacheIdentity, StateCache, write_cache
 from bitdraft.quant.target import LowBitTarget, TargetStates
 from bitdraft.speculators.documents import Documents
 from bitdraft.train.config import StatesConfig
+from bitdraft.train.weighting import Weighting
 
 _AUTO_LIMIT = 2 * 1024**3  # bytes of states that `auto` keeps
 
@@ -29,6 +30,8 @@ class Supervision:
     log_normalisers: Tensor  # [N] fp32 logsumexp of the target's logits over its whole vocabulary, likewise
     supervised: Tensor  # [N] bool: the token that the target predicts here was written by the assistant
     weights: Tensor  # [D] what each document's positions weigh
+    groups: Tensor  # [D] int64: the group of each document, one of ``group_count``
+    group_count: int
 
 
 class StateSource:
@@ -44,12 +47,14 @@ class StateSource:
         *,
         uses: int,
         cache: Path,
+        weighting: Weighting | None = None,
     ) -> None:
         """``layers``: what the head captures; ``steps``: how many tokens ahead it drafts. ``uses``: how many examples
         will be asked for in all: keeping states pays from the second use on. ``cache``: the folder of states on disk,
-        which is filled unless it holds them.
+        which is filled unless it holds them. ``weighting``: has the examples' groups, by default one of all.
         """
         self.target, self.examples, self.layers, self.steps = target, examples, tuple(layers), steps
+        self.weighting = weighting or Weighting.even(len(examples))
         self._read: Callable[[int], DocumentStates] | None = None
         tokens = sum(map(document_length, examples))
         needed = tokens * (len(self.layers) + 1) * target.hidden_size * target.dtype.itemsize
@@ -74,11 +79,20 @@ class StateSource:
         else:
             states = DocumentStates.packed([self._read(i) for i in indices])
         factors = [1.0 if weights is None else weights[i] for i in indices]
-        return supervise(make_pack(chosen), states, self.steps, factors, self.target.device)
+        groups = self.weighting.groups[list(indices)].tolist()
+        return supervise(
+            make_pack(chosen), states, self.steps, factors, groups, self.weighting.group_count, self.target.device
+        )
 
 
 def supervise(
-    pack: Pack, states: DocumentStates, steps: int, weights: Sequence[float], device: torch.device
+    pack: Pack,
+    states: DocumentStates,
+    steps: int,
+    weights: Sequence[float],
+    groups: Sequence[int],
+    group_count: int,
+    device: torch.device,
 ) -> Supervision:
     """Where drafting begins: at every row from which some of the ``steps`` predicts a supervised position."""
     drafts = []
@@ -93,6 +107,8 @@ def supervise(
         states.log_normalisers.to(device),
         pack.predicts_written().to(device),
         torch.tensor(weights, device=device),
+        torch.tensor(groups, device=device),
+        group_count,
     )
 
 

@@ -9,6 +9,7 @@ from bitdraft.data.chat import Example
 from bitdraft.data.packing import document_length, first_fit
 from bitdraft.train.config import OptimConfig
 from bitdraft.train.loss_terms import sequence_cap
+from bitdraft.train.weighting import Weighting
 
 
 @dataclass(frozen=True)
@@ -30,19 +31,28 @@ class StepPacks:
 
 
 def step_packs(
-    first: int, examples: Sequence[Example], optim: OptimConfig, seed: int, ranks: int, cap: float = 1.0
+    first: int,
+    examples: Sequence[Example],
+    optim: OptimConfig,
+    seed: int,
+    ranks: int,
+    cap: float = 1.0,
+    weighting: Weighting | None = None,
 ) -> Iterator[tuple[int, StepPacks]]:
     """Steps from ``first`` to the last, with their packs; epochs follow each other without end. No example has more
-    than the share ``cap`` of a step's weight.
+    than the share ``cap`` of a step's weight. ``weighting``: how often each is drawn, by default once an epoch.
 
     The order depends on ``seed`` and the number of ranks alone, not on ``first``, and how a step is cut into packs
     changes none of its examples.
     """
     epoch = 0
+    drawn = weighting or Weighting.even(len(examples))
     waiting: list[list[int]] = []
     for step in range(optim.steps):
         while len(waiting) < ranks:
-            waiting += epoch_batches(examples, optim.batch_tokens, seed=seed, epoch=epoch)
+            waiting += epoch_batches(
+                examples, optim.batch_tokens, seed=seed, epoch=epoch, weights=drawn.of_epoch(epoch)
+            )
             epoch += 1
         share, waiting = waiting[:ranks], waiting[ranks:]
         if step >= first:

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from bitdraft.data.calibration import CalibrationConfig, rows_of_text
 from bitdraft.data.chat import Example, conversation_ids, end_of_turn_ids, written_examples
+from bitdraft.data.conversation import Conversation
 from bitdraft.data.demo_target import resolve_target
 from bitdraft.data.regenerate import AnswerSettings, on_policy_examples
-from bitdraft.data.sources import Conversation, demo_file, read_conversations
+from bitdraft.data.sources import demo_file, read_conversations
 from bitdraft.quant.files import write_text_atomically
 from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.recipe import Recipe, Rule

@@ -178,6 +178,8 @@ def made(options: Options, tokens: int) -> tuple[TrainedHead, Supervision]:
         log_normalisers=torch.zeros(tokens),
         supervised=torch.arange(tokens) < tokens - 1,
         weights=torch.ones(1),
+        groups=torch.zeros(1, dtype=torch.int64),
+        group_count=1,
     )
     return module, supervision
 

@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tyro
 
 from bitdraft.data.demo_target import resolve_target
@@ -30,7 +29,7 @@ from bitdraft.speculators.eagle3 import Eagle3Config
 from bitdraft.speculators.load import load_head
 from bitdraft.speculators.low_bit import quantize_head
 from bitdraft.speculators.medusa import MedusaConfig
-from bitdraft.speculators.metrics import Acceptance, bootstrap_draws, length_interval, total
+from bitdraft.speculators.metrics import Acceptance, length_difference, length_interval, total
 from bitdraft.speculators.sampling import Sampling
 from bitdraft.train.config import AcceptanceConfig, AnswersConfig, OptimConfig, RunConfig, SelectionConfig, StatesConfig
 from bitdraft.train.environment import chosen_dtype, give_memory_back, machine_facts, read_environment, stop_cleanly
@@ -92,7 +91,7 @@ def arms(options: Options) -> list[Arm]:
     k = options.draft_length
     base = RunConfig(
         target_quant=options.quant,
-        data=options.data,
+        data=tuple(map(str, options.data)),
         prompts=options.prompts,
         seed=options.seed,
         resume=True,
@@ -182,7 +181,7 @@ def _measured(arm: Arm, options: Options, target: LowBitTarget, tokenizer: Any, 
     if kept.is_file() and kept.stat().st_mtime > (export / "manifest.json").stat().st_mtime:
         content = json.loads(kept.read_text(encoding="utf-8"))
         if content["asked"] == asked:
-            return Row(*([_counts(options, row) for row in content[key]] for key in ("greedy", "sampled")))
+            return Row(*([Acceptance.of_row(row) for row in content[key]] for key in ("greedy", "sampled")))
     head = load_head(export, target)
     if arm.rounded:
         quantize_head(head, load_recipe(arm.rounded))
@@ -201,11 +200,6 @@ def _measured(arm: Arm, options: Options, target: LowBitTarget, tokenizer: Any, 
     return row
 
 
-def _counts(options: Options, row: Sequence[int]) -> Acceptance:
-    passes, drafted, *accepted = row
-    return Acceptance(options.draft_length, 1, passes, drafted, tuple(accepted), (passes, *accepted[:-1]))
-
-
 def _summary(arm: Arm, found: dict[str, Row], key: str) -> dict[str, Any]:
     mine: list[Acceptance] = getattr(found[arm.name], key)
     counts = total(mine, mine[0].draft_length)
@@ -218,20 +212,8 @@ def _summary(arm: Arm, found: dict[str, Row], key: str) -> dict[str, Any]:
     }
     if arm.against:
         out["against"] = arm.against
-        out["difference"], out["difference_ci95"] = _difference(mine, getattr(found[arm.against], key))
+        out["difference"], out["difference_ci95"] = length_difference(mine, getattr(found[arm.against], key))
     return out
-
-
-def _difference(mine: Sequence[Acceptance], its: Sequence[Acceptance]) -> tuple[float, tuple[float, float]]:
-    """Difference of acceptance lengths, with its interval over the prompts that both were measured on."""
-    lengths = [
-        np.array([[a.emitted, a.passes] for a in side], dtype=np.float64)[bootstrap_draws(len(mine), 5000, 0)].sum(1)
-        for side in (mine, its)
-    ]
-    resampled = lengths[0][:, 0] / lengths[0][:, 1] - lengths[1][:, 0] / lengths[1][:, 1]
-    low, high = np.quantile(resampled, [0.025, 0.975])
-    k = mine[0].draft_length
-    return total(mine, k).length - total(its, k).length, (float(low), float(high))
 
 
 def _write(options: Options, wanted: Sequence[Arm], found: dict[str, Row]) -> None:

@@ -8,7 +8,7 @@ from tiny import tiny_tokenizer
 
 from bitdraft.data.batches import make_batch
 from bitdraft.data.chat import end_of_turn_ids, prompt_ids, written_examples
-from bitdraft.data.sources import Conversation, Message
+from bitdraft.data.conversation import Conversation, Message
 
 END = 258
 
@@ -92,3 +92,8 @@ def test_the_end_of_a_turn_is_the_generation_config_s_else_the_tokenizer_s(
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=configured))
     assert end_of_turn_ids(model, tokenizer) == expected
     assert end_of_turn_ids(SimpleNamespace(), tokenizer) == {END}
+
+
+def test_a_target_without_an_end_of_turn_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"neither the target's generation_config\.json nor its tokenizer names"):
+        end_of_turn_ids(SimpleNamespace(), SimpleNamespace(eos_token_id=None))

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bitdraft.data.conversation import Conversation, Message
 from bitdraft.data.heldout import HELD_OUT_SETS, _spread, describe, load_set
-from bitdraft.data.sources import Conversation, Message, demo_file, read_conversations
+from bitdraft.data.sources import demo_file, read_conversations
 
 GSM8K = {"question": "Janet's ducks lay 16 eggs. How many?", "answer": "16\n#### 16"}
 HUMANEVAL = {
@@ -200,7 +201,10 @@ class Hub:
         self.records, self.error = records, error
         self.calls: list[tuple[str, str | None, str, str | None]] = []
 
-    def load_dataset(self, path: str, name: str | None, *, split: str, data_files: str | None) -> list[dict[str, Any]]:
+    def load_dataset(
+        self, path: str, name: str | None, *, split: str, data_files: str | None, streaming: bool
+    ) -> list[dict[str, Any]]:
+        assert not streaming, "a set that was had once is there without network"
         self.calls.append((path, name, split, data_files))
         if self.error:
             raise self.error

@@ -10,8 +10,10 @@ import torch
 from tiny import tiny_tokenizer
 
 from bitdraft.data.chat import Example, prompt_ids
-from bitdraft.data.regenerate import AnswerSettings, greedy_answers, on_policy_examples
-from bitdraft.data.sources import Conversation, Message
+from bitdraft.data.conversation import Conversation, Message
+from bitdraft.data.dialogs import AnswerSettings
+from bitdraft.data.generation import greedy_answers
+from bitdraft.data.regenerate import on_policy_examples
 from bitdraft.quant.attention.kv_cache import WORTH_DROPPING
 from bitdraft.quant.target import LowBitTarget
 

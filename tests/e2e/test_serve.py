@@ -2,8 +2,8 @@
 
     make test-serve
 
-Three starts of the engine: alone, with an EAGLE-3 head, with Medusa. Skipped where ``.venv-serve`` was not made;
-``BITDRAFT_ENGINE_PYTHON`` names another environment.
+Four starts of the engine: alone, with an EAGLE-3 head, with Medusa, and alone to answer prompts. Skipped where
+``.venv-serve`` was not made; ``BITDRAFT_ENGINE_PYTHON`` names another environment.
 """
 
 import json
@@ -19,8 +19,9 @@ from tiny import save_tiny_target
 
 from bitdraft.data.capture import capture_pack
 from bitdraft.data.chat import Example, prompt_ids
+from bitdraft.data.conversation import Conversation
 from bitdraft.data.packing import make_pack
-from bitdraft.data.sources import Conversation, read_conversations
+from bitdraft.data.sources import read_conversations
 from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import LowBitTarget, TargetStates, load_target, load_tokenizer
 from bitdraft.speculators.base import DraftHead
@@ -31,7 +32,7 @@ from bitdraft.speculators.medusa import MedusaConfig, MedusaHead
 from bitdraft.speculators.vocab import DraftVocab
 from bitdraft.train.serving.check import How, Ours, engine_answers, measure_here, needed_context
 from bitdraft.train.serving.counters import disagreement, engine_counters
-from bitdraft.train.serving.engine import EngineSpec
+from bitdraft.train.serving.engine import EngineSpec, running
 from bitdraft.train.serving.pair import Pair
 
 ROOT = Path(__file__).parents[2]
@@ -166,3 +167,30 @@ def test_medusa_is_loaded_and_counts_alike(folder: Path, here: dict[str, Ours]) 
     assert disagreement(counts, ours.counts, exactly=True) is None
     check_counts_whole_passes(counts, answers)
     assert answers == ours.answers, "which the engine wrote alone, as the script found"
+
+
+def test_the_engine_answers_prompts_as_the_target_does(folder: Path, tmp_path: Path) -> None:
+    """``scripts/regenerate.py`` with the engine as its server and with the target itself: the same token ids."""
+    target, out = str(folder / "target"), tmp_path / "served.jsonl"
+    spec = EngineSpec(python=PYTHON, target=target, dtype="float32", context=256, sequences=HOW.batch)
+    shared = ["--target", target, "--target-quant", "none", "--dtype", "float32", "--max-new-tokens", str(NEW_TOKENS)]
+    answer = [sys.executable, str(ROOT / "scripts" / "regenerate.py"), str(folder / "prompts.jsonl"), *shared, "--out"]
+    with running(spec, tmp_path / "engine.log", start_seconds=600) as engine:
+        flags = ["--server", engine.url, "--model", "target", "--answered-by", "target", "--concurrency", "4"]
+        done = subprocess.run([*answer, str(out), *flags], capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        flags += ["--temperature", "1", "--seed", "4"]
+        drawn = [tmp_path / "drawn.jsonl", tmp_path / "again.jsonl"]
+        for path in drawn:
+            subprocess.run([*answer, str(path), *flags], capture_output=True, timeout=600, check=True)
+    subprocess.run([*answer, str(tmp_path / "own.jsonl")], capture_output=True, timeout=600, check=True)
+    served, own = (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        for path in (out, tmp_path / "own.jsonl")
+    )
+    for there, here in zip(served, own, strict=True):
+        # Random bytes are no UTF-8: the engine holds back the end of a text that might still become a character.
+        assert [m["role"] for m in there.pop("conversations")] == [m["role"] for m in here.pop("conversations")]
+        assert there == here, "id, category, token ids, whose they are, and whether they ended"
+    assert {True, False} <= {whole for record in own for whole in record["finished"]}
+    assert drawn[0].read_bytes() == drawn[1].read_bytes() != out.read_bytes()

@@ -17,7 +17,7 @@ from tiny import VOCAB
 from torch import Tensor
 from transformers import DynamicCache
 
-from bitdraft.data.regenerate import greedy_answers
+from bitdraft.data.generation import greedy_answers
 from bitdraft.quant.attention.kv_cache import SlotCache
 from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.recurrent.node_states import NodeStates

@@ -62,7 +62,7 @@ def make_config(tiny_folder: Path, prompt_files: tuple[Path, Path]) -> Callable[
         config = RunConfig(
             target=str(tiny_folder),
             target_quant="mxfp4a16",
-            data=(prompt_files[0],),
+            data=(str(prompt_files[0]),),
             output_dir=output_dir,
             dtype="float32",
             device="cpu",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import tiny_tokenizer
 
-from bitdraft.data.sources import Conversation, Message
+from bitdraft.data.conversation import Conversation, Message
 from bitdraft.quant.target import LowBitTarget
 from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.drafting import DraftPlan

@@ -20,6 +20,7 @@ from bitdraft.train.config import (
     SelectionConfig,
     StatesConfig,
     TargetLoraConfig,
+    WeightsConfig,
 )
 from bitdraft.train.config_io import from_plain, parse, to_plain, to_yaml
 from bitdraft.train.loss_terms import LossConfig
@@ -33,7 +34,8 @@ UNUSUAL = RunConfig(
     target_quant="recipe.yaml",
     target_profile="vllm-sm90+exact",
     head="medusa",
-    data=(Path("a.jsonl"), Path("folder/b.jsonl")),
+    data=("a.jsonl", "org/name:train@0.3"),
+    skip_bad=True,
     prompts=77,
     output_dir=Path("runs/x"),
     resume=True,
@@ -46,11 +48,22 @@ UNUSUAL = RunConfig(
     dtype="bfloat16",
     device="cpu",
     compile_quantizer="off",
+    weights=WeightsConfig(file=Path("weights.parquet"), headroom=2.0),
     states=StatesConfig(mode="memory", storage="fp8", folder=Path("states"), shard_tokens=1000),
     tracker="none",
     trust_remote_code=True,
     calibration=CalibrationConfig(data=(Path("text.jsonl"),), tokens=4096),
-    answers=AnswersConfig(source="file", quant="none", max_new_tokens=7, batch_size=3),
+    answers=AnswersConfig(
+        source="file",
+        quant="none",
+        max_new_tokens=7,
+        batch_size=3,
+        temperature=0.5,
+        top_p=0.9,
+        keep_thinking=False,
+    ),
+    thinking="off",
+    allow_contamination=("heldout",),
     eagle3=Eagle3Config(
         steps=2,
         draft_vocab_size=1000,
@@ -176,7 +189,7 @@ def test_the_command_line_wins_wherever_the_file_stands(tmp_path: Path, place: s
     ]
     file = ["--config", str(path)]
     config = parse(RunConfig, [*file, *flags] if place == "before" else [*flags, *file])
-    assert (config.seed, config.data, config.optim.lr, config.resume) == (5, (Path("c.jsonl"),), 0.5, False)
+    assert (config.seed, config.data, config.optim.lr, config.resume) == (5, ("c.jsonl",), 0.5, False)
     assert config.acceptance.draft_lengths == (1, 4)
     assert config.optim.betas == UNUSUAL.optim.betas
     assert config.target == "some/model"

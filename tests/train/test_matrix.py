@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bitdraft.data.sources import Conversation, Message
+from bitdraft.data.conversation import Conversation, Message
 from bitdraft.quant.target import LowBitTarget, load_tokenizer
 from bitdraft.speculators.eagle3 import Eagle3Config, Eagle3Head
 from bitdraft.speculators.export import export_head

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bitdraft.data.chat import end_of_turn_ids, prompt_ids
-from bitdraft.data.sources import Conversation, Message
+from bitdraft.data.conversation import Conversation, Message
 from bitdraft.quant.target import LowBitTarget, load_tokenizer
 from bitdraft.speculators.decode import Rule, Seconds, generate
 from bitdraft.speculators.drafting import DraftPlan

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from bitdraft.data.regenerate import greedy_answers
+from bitdraft.data.generation import greedy_answers
 from bitdraft.quant.target import LowBitTarget
 from bitdraft.speculators.eagle3 import Eagle3Config
 from bitdraft.speculators.load import load_head, recipe_of_head
@@ -149,7 +149,7 @@ def test_answers_of_the_file_are_what_is_trained_on(
     data.write_text("".join(json.dumps({"conversations": turns}) + "\n" for _ in range(2)), encoding="utf-8")
     config = make_config(
         tmp_path / "run",
-        data=(data,),
+        data=(str(data),),
         answers=AnswersConfig(source="file"),
         eagle3=Eagle3Config(steps=2, draft_vocab_size=8),
         optim=OptimConfig(steps=1, batch_tokens=40),

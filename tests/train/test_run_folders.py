@@ -170,7 +170,7 @@ def test_files_that_changed_under_their_names_are_another_run(
     recipe.write_text("rules: [{modules: '*.layers.*', weights: mxfp4-even}]", encoding="utf-8")
     shutil.copyfile(prompt_files[0], data)
     config = make_config(
-        tmp_path / "run", target_quant=str(recipe), data=(data,), acceptance=AcceptanceConfig(draft_lengths=())
+        tmp_path / "run", target_quant=str(recipe), data=(str(data),), acceptance=AcceptanceConfig(draft_lengths=())
     )
     run(config, environment)
     finished = run(replace(config, resume=True), environment)

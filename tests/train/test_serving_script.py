@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from bitdraft.data.sources import Conversation, Message
+from bitdraft.data.conversation import Conversation, Message
 from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import LowBitTarget
 from bitdraft.speculators.eagle3 import Eagle3Config, Eagle3Head

@@ -28,6 +28,8 @@ class Decoding:
     max_new_tokens: int
     batch_size: int
     rule: Rule = field(default_factory=Rule)
+    thinking: bool | None = None
+    """The chat template's mode; None leaves its own default."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def decode(
     """
     end_ids = end_of_turn_ids(target.model, tokenizer)
     room = how.max_new_tokens + (plan.nodes if plan else 0) + 1
-    dialogs = Dialogs(prompts, tokenizer, target.context_length, room)
+    dialogs = Dialogs(prompts, tokenizer, target.context_length, room, how.thinking)
     count = len(prompts.conversations)
     counts = [Acceptance.none(plan.length if plan else 0) for _ in range(count)]
     traces: list[list[tuple[list[float], int]]] = [[] for _ in range(count)]

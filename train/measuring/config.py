@@ -45,6 +45,8 @@ class MeasureConfig:
     """End drafts early: below `--stop-threshold`, or where they cost more than they promise."""
     stop_threshold: float = 0.3
     """Least calibrated probability that a draft and all before it are accepted."""
+    thinking: Literal["on", "off"] | None = None
+    """Switch the chat template's thinking mode; by default the template decides."""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bitdraft.data.chat import Example
+from bitdraft.data.chat import Example, thinking_mode
 from bitdraft.quant.files import write_text_atomically
 from bitdraft.quant.target import LowBitTarget
 from bitdraft.speculators.base import Drafter, DraftHead
@@ -84,7 +84,12 @@ class Bench:
         deepest = max(self.how.draft_length) if self.how.tree == "none" else self.how.tree_nodes
         for prompts in self.sets:
             room = self.how.max_new_tokens + deepest + 1
-            Dialogs(prompts, self.tokenizer, self.target.context_length, room).next_turn()
+            thinking = thinking_mode(self.how.thinking)
+            Dialogs(prompts, self.tokenizer, self.target.context_length, room, thinking).next_turn()
+
+    def _greedy(self, batch_size: int) -> Decoding:
+        thinking = thinking_mode(self.how.thinking)
+        return Decoding(max_new_tokens=self.how.max_new_tokens, batch_size=batch_size, thinking=thinking)
 
     def _file(self, spec: DrafterSpec, temperature: float, batch_size: int) -> Path | None:
         """Where this cell is kept: under a digest of all that decides its numbers."""
@@ -101,7 +106,7 @@ class Bench:
         how = self.how
         sampling = how.sampling(temperature)
         rule = Rule(sampling=sampling, typical=how.typical, seed=how.seed)
-        decoding = Decoding(max_new_tokens=how.max_new_tokens, batch_size=batch_size, rule=rule)
+        decoding = replace(self._greedy(batch_size), rule=rule)
         drafts = sampling if how.drafts == "sampled" else Sampling()
         results, warnings = [], self._warnings()
         plans: list[DraftPlan | None] = [None]
@@ -170,7 +175,7 @@ class Bench:
             return cartesian(how.tree_widths)
         if not isinstance(drafter, DraftHead):
             raise ValueError(f"no accuracies are measured for the {drafter.kind} drafter: give --tree-widths")
-        greedy = Decoding(max_new_tokens=how.max_new_tokens, batch_size=max(how.batch_size))
+        greedy = self._greedy(max(how.batch_size))
         answers = self._plain_decoded(self.traffic, greedy).answers
         examples = [e for turns in answers for e in turns]
         accuracies = rank_accuracies(self.target, drafter, examples, depth=length, ranks=_RANKS)

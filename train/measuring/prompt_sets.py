@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bitdraft.data.chat import Example, prompt_ids
-from bitdraft.data.regenerate import Dialog
-from bitdraft.data.sources import Conversation
+from bitdraft.data.chat import Example, as_message, prompt_ids
+from bitdraft.data.conversation import Conversation
+from bitdraft.data.dialogs import Dialog
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,17 @@ class Turn:
 class Dialogs:
     """All conversations of a set, while they are answered round by round."""
 
-    def __init__(self, prompts: PromptSet, tokenizer: Any, context_length: int, new_tokens: int) -> None:
-        """``new_tokens``: room that every answer needs in the context, drafts included."""
+    def __init__(
+        self,
+        prompts: PromptSet,
+        tokenizer: Any,
+        context_length: int,
+        new_tokens: int,
+        thinking: bool | None = None,
+    ) -> None:
+        """``new_tokens``: room that every answer needs in the context, drafts included; ``thinking``: the template's
+        mode, None for its own default."""
+        self.thinking = thinking
         self.tokenizer, self.context_length, self.new_tokens = tokenizer, context_length, new_tokens
         self._dialogs = [Dialog(c) for c in prompts.conversations]
 
@@ -56,7 +65,8 @@ class Dialogs:
             return None
         prompts = []
         for dialog in (self._dialogs[i] for i in rows):
-            tokens = prompt_ids(self.tokenizer, dialog.history)
+            place = dialog.conversation.source
+            tokens = prompt_ids(self.tokenizer, dialog.history, thinking=self.thinking, place=place)
             if len(tokens) + self.new_tokens > self.context_length:
                 raise ValueError(
                     f"{dialog.conversation.source}: the prompt has {len(tokens)} tokens, which with "
@@ -70,8 +80,7 @@ class Dialogs:
     def answered(self, turn: Turn, answers: Sequence[Sequence[int]], end_ids: set[int]) -> None:
         """Take the answers of a turn into the histories."""
         for row, answer in zip(turn.rows, answers, strict=True):
-            text = self.tokenizer.decode([t for t in answer if t not in end_ids], skip_special_tokens=True)
-            self._dialogs[row].answered(answer, text)
+            self._dialogs[row].answered(answer, as_message(self.tokenizer, answer, end_ids))
 
     def examples(self) -> list[list[Example]]:
         """Every conversation's answered turns."""

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from bitdraft.data.chat import end_of_turn_ids, prompt_ids
-from bitdraft.data.sources import Conversation
+from bitdraft.data.conversation import Conversation
 from bitdraft.quant.fingerprint import digest_of
 from bitdraft.quant.profiles import load_recipe_for
 from bitdraft.quant.target import load_target, load_tokenizer
