@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bitdraft.quant.attention.kv_cache import WORTH_DROPPING, SlotCache
+from bitdraft.quant.packed_weights import packed_weights
 from bitdraft.quant.target import LowBitTarget
 
 # R row of the batch, N new token, V vocabulary.
@@ -60,30 +61,31 @@ def decoded_answers(
     waiting = sorted(range(len(asked)), key=lambda i: (len(asked[i]), -i))  # the longest stands last
     ends = torch.tensor(sorted(end_ids), device=target.device)
     rows: _Rows | None = None
-    while waiting or rows:
-        if rows is None or (waiting and rows.count <= WORTH_DROPPING * batch_size):
-            free = batch_size - (rows.count if rows else 0)
-            chosen = [waiting.pop() for _ in range(min(free, len(waiting)))]
-            admitted = _prefilled(target, chosen, [asked[i] for i in chosen], max_new_tokens, uniforms)
-            rows = rows.joined(admitted) if rows else admitted
-        tokens = choose(target.logits(rows.last), rows.uniforms.gather(1, rows.steps[:, None]).squeeze(1))  # [R]
-        before = rows.going
-        rows.write(tokens, ends)
-        ended = (before & ~rows.going).nonzero().squeeze(1).tolist()
-        report(len(ended), int(before.sum()))
-        for row in ended:
-            index = rows.indices[row]
-            answers[index] = rows.written[row, : int(rows.counts[row])].tolist()
-            further = follow_up(index, answers[index])
-            if further is not None:
-                asked.append(further)
-                answers.append([])
-                insort(waiting, len(asked) - 1, key=lambda i: (len(asked[i]), -i))
-        if int(rows.going.sum()) <= WORTH_DROPPING * rows.count:
-            keep = rows.going.nonzero().squeeze(1)
-            rows, tokens = rows.kept(keep), tokens[keep]
-        if rows is not None:
-            rows.advance(target, tokens)
+    with packed_weights(target.model):
+        while waiting or rows:
+            if rows is None or (waiting and rows.count <= WORTH_DROPPING * batch_size):
+                free = batch_size - (rows.count if rows else 0)
+                chosen = [waiting.pop() for _ in range(min(free, len(waiting)))]
+                admitted = _prefilled(target, chosen, [asked[i] for i in chosen], max_new_tokens, uniforms)
+                rows = rows.joined(admitted) if rows else admitted
+            tokens = choose(target.logits(rows.last), rows.uniforms.gather(1, rows.steps[:, None]).squeeze(1))  # [R]
+            before = rows.going
+            rows.write(tokens, ends)
+            ended = (before & ~rows.going).nonzero().squeeze(1).tolist()
+            report(len(ended), int(before.sum()))
+            for row in ended:
+                index = rows.indices[row]
+                answers[index] = rows.written[row, : int(rows.counts[row])].tolist()
+                further = follow_up(index, answers[index])
+                if further is not None:
+                    asked.append(further)
+                    answers.append([])
+                    insort(waiting, len(asked) - 1, key=lambda i: (len(asked[i]), -i))
+            if int(rows.going.sum()) <= WORTH_DROPPING * rows.count:
+                keep = rows.going.nonzero().squeeze(1)
+                rows, tokens = rows.kept(keep), tokens[keep]
+            if rows is not None:
+                rows.advance(target, tokens)
     return answers
 
 

@@ -213,6 +213,7 @@ class LowBitLinear(nn.Module):
         self.weight_block = q.block if outer is not None and outer.ndim == 2 else None
         self.register_buffer("input_global_scale", input_global_scale)
         self.bias = source.bias
+        self.packed: Callable[[Tensor], Tensor] | None = None  # the product, while ``packed_weights`` makes it faster
         self.register_buffer("residual_in", None)  # [r, K] and [M, r] once ``correct`` was called
         self.register_buffer("residual_out", None)
         self.weights, self.activations, self.quantizer = weights, activations, quantizer
@@ -251,7 +252,7 @@ class LowBitLinear(nn.Module):
             if scaled and self.exact_product:  # a copy of this one weight in fp32, for the length of the call
                 y = linear(values.float(), self.weight.float())
             else:
-                y = linear(values, self.weight)
+                y = linear(values, self.weight) if self.packed is None else self.packed(values)
             if scaled:
                 self.quantizer.rescale_(y, outer, self.weight_outer)
             y = y.to(values.dtype)

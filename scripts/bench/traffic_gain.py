@@ -199,11 +199,16 @@ def _config(options: Options, arm: str, seed: int, data: Path, matched: Path | N
         weights=WeightsConfig(file=matched / "weights.parquet" if matched else None),
         eagle3=Eagle3Config(steps=options.draft_length, draft_vocab_size=4096),
         optim=OptimConfig(steps=options.steps),
-        states=StatesConfig(mode="disk", folder=options.output_dir / f"states-{data.stem.split('.')[0]}"),
+        states=StatesConfig(mode="disk", folder=options.output_dir / f"states-{_text_of(arm)}"),
         selection=SelectionConfig(every=0),
         acceptance=AcceptanceConfig(draft_lengths=()),
         tracker="none",
     )
+
+
+def _text_of(arm: str) -> str:
+    """Arms that train on the same records share the target's states; the wrong traffic leaves others out."""
+    return {"uniform": "pool", "weighted": "pool"}.get(arm, arm)
 
 
 def _measured(

@@ -8,6 +8,7 @@ Four starts of the engine: alone, with an EAGLE-3 head, with Medusa, and alone t
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -171,7 +172,12 @@ def test_medusa_is_loaded_and_counts_alike(folder: Path, here: dict[str, Ours]) 
 
 def test_the_engine_answers_prompts_as_the_target_does(folder: Path, tmp_path: Path) -> None:
     """``scripts/regenerate.py`` with the engine as its server and with the target itself: the same token ids."""
-    target, out = str(folder / "target"), tmp_path / "served.jsonl"
+    shutil.copytree(folder / "target", tmp_path / "target")
+    settings = tmp_path / "target" / "generation_config.json"
+    said = json.loads(settings.read_text(encoding="utf-8"))
+    # The engine stops at the tokenizer's end-of-text too, whatever the generation config says; we do as it says.
+    settings.write_text(json.dumps({**said, "eos_token_id": [said["eos_token_id"], 258]}), encoding="utf-8")
+    target, out = str(tmp_path / "target"), tmp_path / "served.jsonl"
     spec = EngineSpec(python=PYTHON, target=target, dtype="float32", context=256, sequences=HOW.batch)
     shared = ["--target", target, "--target-quant", "none", "--dtype", "float32", "--max-new-tokens", str(NEW_TOKENS)]
     answer = [sys.executable, str(ROOT / "scripts" / "regenerate.py"), str(folder / "prompts.jsonl"), *shared, "--out"]

@@ -1,0 +1,64 @@
+"""Weights laid out once for products of few rows, as decoding has them.
+
+On a CPU torch multiplies bf16 through oneDNN, which copies the weight into a layout of its own in every call. For the
+few rows of a decoding step the copy is a quarter of the product; made once, the product has the same bits.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from bitdraft.quant.linear import LowBitLinear
+
+# N row, M output channel, K input channel.
+
+FEW_ROWS = 128
+"""More rows are multiplied as ever: there the copy costs nothing."""
+_MOST_BYTES = 2 * 1024**3  # of weights that are held twice
+
+
+@contextmanager
+def packed_weights(model: nn.Module) -> Iterator[int]:
+    """Within the block, the model's linear layers multiply few rows by weights that are laid out for it; yields how
+    many layers that is. None where it brings nothing: on other devices and in other dtypes, and for models whose
+    weights are too large to be held twice. No gradient flows through such a product.
+    """
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear | LowBitLinear) and _gains(m)]
+    if not _can_pack() or sum(m.weight.nbytes for m in layers) > _MOST_BYTES:
+        layers = []
+    with ExitStack() as undo:
+        for layer in layers:
+            packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), FEW_ROWS // 4)
+            if isinstance(layer, LowBitLinear):  # which adds its bias behind the scales
+                layer.packed = partial(_product, packed, layer.weight, None)
+                undo.callback(setattr, layer, "packed", None)
+            else:
+                layer.forward = partial(_product, packed, layer.weight, layer.bias)  # type: ignore[method-assign]
+                undo.callback(delattr, layer, "forward")
+        yield len(layers)
+
+
+def _can_pack() -> bool:
+    names = ("_reorder_linear_weight", "_linear_pointwise")  # torch's own compiler calls them; no promise is made
+    return torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
+
+
+def _gains(layer: nn.Linear | LowBitLinear) -> bool:
+    by_blocks = isinstance(layer, LowBitLinear) and layer.weight_block is not None
+    weight = layer.weight
+    suits = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and not weight.requires_grad
+    return suits and not by_blocks and type(layer) in (nn.Linear, LowBitLinear)
+
+
+def _product(packed: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """``[..., K]`` → ``[..., M]``."""
+    rows = x.numel() // x.shape[-1]
+    if not 0 < rows <= FEW_ROWS or x.dtype != packed.dtype or torch.is_autocast_enabled("cpu"):
+        return linear(x, weight, bias)
+    flat = x.reshape(rows, x.shape[-1])
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(flat, packed, bias, "none", [], "")
+    return product.view(*x.shape[:-1], -1)
