@@ -43,7 +43,7 @@ class Options:
     """What the target answers in; `generate` runs the 16-bit model."""
     data: Path | None = None
     """JSONL file of prompts; by default the shipped training prompts. Of each the opening question is asked."""
-    prompts: int = 64
+    prompts: int = 128
     """How many of them, in order."""
     batch_size: int = 32
     max_new_tokens: int = 128
