@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitdraft.quant.attention.kv_cache import WORTH_DROPPING, SlotCache
+from bitdraft.quant.attention.kv_cache import SlotCache
 from bitdraft.quant.packed_weights import packed_weights
 from bitdraft.quant.target import LowBitTarget
 
 # R row of the batch, N new token, V vocabulary.
+
+WORTH_DROPPING = 0.9
+"""Share of rows still going at which finished ones make room: it copies few rows, but a prefill of few is slow."""
 
 Choose = Callable[[Tensor, Tensor], Tensor]
 """Logits ``[R, V]`` and numbers in [0, 1) ``[R]`` → tokens ``[R]``."""
@@ -82,7 +85,7 @@ def decoded_answers(
                     answers.append([])
                     insort(waiting, len(asked) - 1, key=lambda i: (len(asked[i]), -i))
             if int(rows.going.sum()) <= WORTH_DROPPING * rows.count:
-                keep = rows.going.nonzero().squeeze(1)
+                keep = _closed_up(rows.going)
                 rows, tokens = rows.kept(keep), tokens[keep]
             if rows is not None:
                 rows.advance(target, tokens)
@@ -151,6 +154,15 @@ class _Rows:
         kept = self.going.to(self.lengths.dtype)  # [R]
         self.cache.commit(torch.zeros_like(tokens)[:, None], kept)
         self.lengths = self.lengths + kept
+
+
+def _closed_up(going: Tensor) -> Tensor:
+    """The rows that are going, the last of them in the places of those that have ended: few rows move."""
+    count = int(going.sum())
+    rows = torch.arange(len(going), device=going.device)
+    kept = rows[:count].clone()
+    kept[~going[:count]] = rows[count:][going[count:]]
+    return kept
 
 
 def _prefilled(

@@ -79,10 +79,12 @@ class KeySlots:
             states[rows, :, target] = states[rows, :, source]
 
     def keep_rows(self, rows: Tensor) -> None:
+        """Rows that keep their place are not copied."""
         used = self.owner.used
+        moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
         for states in (self.keys, self.values):
             if states is not None:
-                states[: len(rows), :, :used] = states[rows, :, :used]
+                states[moved, :, :used] = states[rows[moved], :, :used]
 
     def join(self, other: "KeySlots") -> None:
         """Write the rows of ``other`` behind those here."""
