@@ -71,11 +71,13 @@ def written_examples(
     *,
     thinking: bool | None = None,
     keep_thinking: bool = True,
+    vocab_size: int | None = None,
 ) -> list[Example]:
     """The assistant turns that the record already holds, one example each; prompts as ``prompt_ids`` has them.
 
     An answer is the ids that the record holds of it, else what the template renders. Without a question in the record,
-    before its first user message, an assistant's message is history and no example. ``thinking=False`` drops
+    before its first user message, an assistant's message is history and no example. ``vocab_size``: the target's,
+    which recorded ids must fit; by default the tokenizer's. ``thinking=False`` drops
     thinking from rendered answers too: none follows a prompt that says not to think.
 
     Raises ``ValueError`` naming the record if it has no assistant turn, or if it cannot be told which tokens of a turn
@@ -92,7 +94,7 @@ def written_examples(
             continue
         if conversation.answers:
             prompt = rendering.render(messages[:turn], generation_prompt=True)
-            answer = list(_recorded(tokenizer, conversation, number))
+            answer = list(_recorded(conversation, number, vocab_size or len(tokenizer)))
         else:
             located = last_turn(rendering, messages[: turn + 1], ends)
             prompt, answer = located.prompt, _tokenize(tokenizer, located.answer)
@@ -145,12 +147,12 @@ def end_of_turn_ids(target_model: Any, tokenizer: Any) -> set[int]:
     return set(ids) if isinstance(ids, list) else {int(ids)}
 
 
-def _recorded(tokenizer: Any, conversation: Conversation, number: int) -> tuple[int, ...]:
+def _recorded(conversation: Conversation, number: int, vocab_size: int) -> tuple[int, ...]:
     answer = conversation.answers[number]
-    if max(answer) >= len(tokenizer):
+    if max(answer) >= vocab_size:
         raise ValueError(
-            f"{conversation.source}: answer {number + 1} has the token {max(answer)}, but the tokenizer has only "
-            f"{len(tokenizer)}: another target wrote it"
+            f"{conversation.source}: answer {number + 1} has the token {max(answer)}, but the vocabulary has only "
+            f"{vocab_size}: another target wrote it"
         )
     return answer
 

@@ -213,7 +213,10 @@ def _examples(
         if foreign := foreign_answers(conversations, target):
             accelerator.print(f"warning: {foreign}")
         thinking, kept = thinking_mode(config.thinking), config.answers.keep_thinking
-        found = (written_examples(tokenizer, c, end_ids, thinking=thinking, keep_thinking=kept) for c in conversations)
+        found = (
+            written_examples(tokenizer, c, end_ids, thinking=thinking, keep_thinking=kept, vocab_size=target.vocab_size)
+            for c in conversations
+        )
         examples = [example for of_one in found for example in of_one]
     else:
         writer = target

@@ -309,7 +309,7 @@ def test_recorded_ids_are_the_answer_whatever_the_template_renders() -> None:
     examples = written_examples(tokenizer, record, {tokenizer.eos_token_id})
     assert tuple(e.answer for e in examples) == ids
     assert [e.prompt for e in examples] == [e.prompt for e in examples_of("qwen3", TURNS)]
-    with pytest.raises(ValueError, match="answer 2 has the token 999, but the tokenizer has only"):
+    with pytest.raises(ValueError, match="answer 2 has the token 999, but the vocabulary has only"):
         written_examples(tokenizer, replace(record, answers=((1,), (999,))), {tokenizer.eos_token_id})
 
 
