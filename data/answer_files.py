@@ -8,7 +8,7 @@ the counts. A record is found again by what it asks (``Conversation.key``): reco
 import fcntl
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,19 +27,14 @@ def answered_record(
     answers: Sequence[Sequence[int]] = (),
 ) -> dict[str, Any]:
     """A record as it stands in the file. ``answers``: the token ids of the assistant's turns, where they are known."""
-    record: dict[str, Any] = {"id": conversation.id, "category": conversation.category}
-    record["conversations"] = [_turn(m) for m in messages]
-    if answers:
-        record["answers"] = [list(a) for a in answers]
-    if answered_by:
-        record["answered_by"] = answered_by
-    record["finished"] = list(finished)
-    return record
-
-
-def _turn(message: Message) -> dict[str, str]:
-    thinking = {"thinking": message.thinking} if message.thinking else {}
-    return {"role": message.role, "content": message.content, **thinking}
+    written = replace(
+        conversation,
+        messages=tuple(messages),
+        answers=tuple(map(tuple, answers)),
+        answered_by=answered_by,
+        finished=tuple(finished),
+    )
+    return {**written.record, "finished": list(finished)}
 
 
 @dataclass

@@ -12,6 +12,7 @@ from bitdraft.data.traffic.groups import Group
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
 _TRAFFIC, _BEFORE, _AFTER = "#000000", "#E69F00", "#0072B2"
 _MOST = 24  # groups that fit on a page
+_TICKS = [10.0**e * m for e in range(-6, 6) for m in (1, 2, 5)]
 
 
 def draw(groups: Sequence[Group], weights: np.ndarray, ess_fraction: float, path: Path) -> None:
@@ -53,6 +54,9 @@ def _draw_weights(axes: Axes, weights: np.ndarray, ess_fraction: float) -> None:
     if high / low > 1.001:
         edges = np.geomspace(low, high, 41)
         axes.set_xscale("log")
+        ticks = [t for t in _TICKS if low / 1.2 <= t <= high * 1.2]
+        axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
+        axes.minorticks_off()
     else:  # all alike
         edges = np.linspace(0.5, 1.5, 41)
     share = 100 / len(weights)

@@ -33,6 +33,7 @@ from bitdraft.data.conversation import Conversation
 from bitdraft.data.demo_target import resolve_target
 from bitdraft.data.sampling import uniforms
 from bitdraft.data.sources import read_conversations
+from bitdraft.data.traffic.outputs import record_line
 from bitdraft.data.traffic.split import contaminated
 from bitdraft.quant.files import write_text_atomically
 from bitdraft.quant.presets import load_recipe
@@ -143,18 +144,13 @@ def _drawn(options: Options) -> list[str]:
     for name, records in parts.items():
         path = options.output_dir / f"{name}.jsonl"
         if not path.is_file():
-            write_text_atomically(path, "".join(_line(record) for record in records))
+            write_text_atomically(path, "".join(f"{record_line(record)}\n" for record in records))
     return list(wanted)
 
 
 def _asked(conversation: Conversation) -> Conversation:
     """The first question, so that every record is one answer."""
     return conversation.opening
-
-
-def _line(record: Conversation) -> str:
-    content = {"id": record.id, "category": record.category, "conversations": [m.as_dict() for m in record.messages]}
-    return json.dumps(content, ensure_ascii=False) + "\n"
 
 
 def _answered(options: Options, name: str) -> Path:
