@@ -4,13 +4,14 @@
 
 ``SETS`` is a folder of prompt files, one kind of text each (``MIXES`` below names them). A pool and traffic are drawn
 from them in very different shares; the low-bit target answers all of it (``scripts/regenerate.py``), the pool is
-matched to the traffic (``scripts/match_traffic.py``, which holds a test split back), and four heads are trained for the
-same number of answer tokens with every seed:
+matched to the traffic (``scripts/match_traffic.py``, which holds a test split back), and heads are trained for the same
+number of answer tokens with every seed:
 
 * ``uniform``: on the pool as it is;
 * ``weighted``: on the pool by its weights;
 * ``oracle``: on other text in the traffic's shares, as if enough traffic could be had;
-* ``wrong``: on the pool, weighted for other traffic.
+* ``wrong``: on the pool, weighted for other traffic;
+* ``small-uniform`` and ``small-weighted``: the same with a part of the pool, whose wanted records come again and again.
 
 Acceptance is measured on the traffic's test split by greedy speculative decoding; differences are paired by prompt,
 with 95 % bootstrap intervals over prompts. Finished parts are kept under ``--output-dir`` and not done again.
@@ -67,7 +68,16 @@ MIXES = {
     "t0_tasks": (0.13, 0.07, 0.06),
 }
 POOL, TRAFFIC, WRONG = range(3)
-ARMS = ("uniform", "weighted", "oracle", "wrong")
+ARMS = {
+    # what is trained on, and the traffic that it is weighted for
+    "uniform": ("pool", None),
+    "weighted": ("pool", "traffic"),
+    "oracle": ("oracle", None),
+    "wrong": ("pool", "wrong"),
+    "small-uniform": ("small", None),
+    "small-weighted": ("small", "traffic"),
+}
+AGAINST = {"weighted": "uniform", "oracle": "uniform", "wrong": "uniform", "small-weighted": "small-uniform"}
 LONGEST_PROMPT = 1000  # bytes
 
 
@@ -81,8 +91,10 @@ class Options:
     """The numbers; a table goes beside it."""
     output_dir: Path = Path("runs/traffic")
     quant: str = "mxfp4"
-    pool: int = 1600
-    """Records of the pool, and of the text that the oracle is trained on."""
+    pool: int = 4000
+    """Records of the pool."""
+    small: int = 1600
+    """Records of the pool's part, and of the text that the oracle is trained on."""
     traffic: int = 600
     """Records of the traffic and of the wrong traffic."""
     answer_tokens: int = 96
@@ -90,32 +102,46 @@ class Options:
     seeds: int = 3
     draft_length: int = 3
     new_tokens: int = 64
+    arms: tuple[str, ...] = tuple(ARMS)
+    """Heads to train, the first three at least."""
+
+    def __post_init__(self) -> None:
+        unknown = [arm for arm in self.arms if arm not in ARMS]
+        if unknown or not {"uniform", "weighted", "oracle"} <= set(self.arms):
+            raise ValueError(f"--arms are {', '.join(ARMS)}, the first three at least; got {' '.join(self.arms)}")
 
 
 def main(options: Options) -> None:
-    folder = options.output_dir
-    texts = {name: _answered(options, name) for name in _drawn(options)}
-    matched = {"traffic": _matched(folder, texts["pool"], texts["traffic"], "traffic")}
-    test = read_conversations([matched["traffic"] / "test.jsonl"])
-    texts |= {name: _without(texts[name], test) for name in ("pool", "oracle")}
-    matched["wrong"] = _matched(folder, texts["pool"], texts["wrong"], "wrong")
-    lengths: dict[str, list[list[Acceptance]]] = {arm: [] for arm in ARMS}
-    environment = read_environment()
+    answered = {name: _answered(options, name) for name in _drawn(options)}
+    texts = {
+        "pool": (answered["small"], answered["rest"]),
+        "small": (answered["small"],),
+        "oracle": (answered["oracle"],),
+    }
+    test = read_conversations([_matched(options, texts["small"], answered["traffic"], "split") / "test.jsonl"])
+    # Of the pool nothing is left for either matching to drop: its arms train on the same records.
+    wrong = read_conversations([_matched(options, texts["small"], answered["wrong"], "wrong-split") / "test.jsonl"])
+    texts = {
+        "pool": tuple(_without(path, [*test, *wrong], "cleaner") for path in texts["pool"]),
+        "small": tuple(_without(path, test, "clean") for path in texts["small"]),
+        "oracle": tuple(_without(path, test, "clean") for path in texts["oracle"]),
+    }
+    environment, chosen = read_environment(), {arm: ARMS[arm] for arm in options.arms}
     for seed in range(options.seeds):
-        for arm in ARMS:
+        for arm, (text, wanted) in chosen.items():
             print(f"\n== {arm}, seed {seed}", flush=True)
-            data = texts["oracle" if arm == "oracle" else "pool"]
-            weights = {"weighted": matched["traffic"], "wrong": matched["wrong"]}.get(arm)
-            run(_config(options, arm, seed, data, weights), environment)
+            matched = _matched(options, texts[text], answered[wanted], f"{text}-{wanted}") if wanted else None
+            run(_config(options, arm, seed, texts[text], matched), environment)
             give_memory_back()
     name = resolve_target("demo", environment.cache_dir)
     target = load_target(name, load_recipe(options.quant), dtype=chosen_dtype("auto", "cpu"))
     tokenizer = load_tokenizer(name)
     prompts = PromptSet("test", tuple(c.opening for c in test))
+    lengths: dict[str, list[list[Acceptance]]] = {arm: [] for arm in chosen}
     for seed in range(options.seeds):
-        for arm in ARMS:
-            lengths[arm].append(_measured(options, target, tokenizer, prompts, folder / f"{arm}-{seed}"))
-    content = _content(options, lengths, len(prompts.ids), matched["traffic"])
+        for arm in chosen:
+            lengths[arm].append(_measured(options, target, tokenizer, prompts, options.output_dir / f"{arm}-{seed}"))
+    content = _content(options, lengths, len(prompts.ids))
     write_text_atomically(options.json, json.dumps(content, indent=2) + "\n")
     write_text_atomically(options.json.with_suffix(".md"), _page(content))
     print(_page(content))
@@ -124,10 +150,11 @@ def main(options: Options) -> None:
 def _drawn(options: Options) -> list[str]:
     """Write the prompts of pool, traffic, wrong traffic and the oracle's text, which share no prompt."""
     wanted = {
-        "pool": (POOL, options.pool),
+        "small": (POOL, options.small),
         "traffic": (TRAFFIC, options.traffic),
         "wrong": (WRONG, options.traffic),
-        "oracle": (TRAFFIC, options.pool),
+        "oracle": (TRAFFIC, options.small),
+        "rest": (POOL, options.pool - options.small),
     }
     parts: dict[str, list[Conversation]] = {name: [] for name in wanted}
     for stem, shares in MIXES.items():
@@ -160,9 +187,9 @@ def _answered(options: Options, name: str) -> Path:
     return out
 
 
-def _without(text: Path, test: Sequence[Conversation]) -> Path:
-    """The records that do not nearly hold a prompt of the test split."""
-    out = text.with_name(text.name.replace(".answered", ".clean"))
+def _without(text: Path, test: Sequence[Conversation], name: str) -> Path:
+    """The records that do not nearly hold a prompt of ``test``."""
+    out = text.with_name(text.name.replace(".answered", f".{name}"))
     if not out.is_file():
         records = read_conversations([text])
         alike = {place for place, _ in contaminated(records, test)}
@@ -172,10 +199,10 @@ def _without(text: Path, test: Sequence[Conversation]) -> Path:
     return out
 
 
-def _matched(folder: Path, pool: Path, traffic: Path, name: str) -> Path:
-    out = folder / f"matched-{name}"
+def _matched(options: Options, pool: Sequence[Path], traffic: Path, name: str) -> Path:
+    out = options.output_dir / f"matched-{name}"
     if not (out / "report.json").is_file():
-        _script("match_traffic.py", [str(pool), "--traffic", str(traffic), "--out", str(out)])
+        _script("match_traffic.py", [*map(str, pool), "--traffic", str(traffic), "--out", str(out)])
     return out
 
 
@@ -183,10 +210,10 @@ def _script(name: str, arguments: Iterable[str]) -> None:
     subprocess.run([sys.executable, str(Path(__file__).parents[1] / name), *arguments], check=True)
 
 
-def _config(options: Options, arm: str, seed: int, data: Path, matched: Path | None) -> RunConfig:
+def _config(options: Options, arm: str, seed: int, data: Sequence[Path], matched: Path | None) -> RunConfig:
     return RunConfig(
         target_quant=options.quant,
-        data=(str(data),),
+        data=tuple(map(str, data)),
         allow_contamination=("heldout",),  # the default set, on which nothing is measured here
         seed=seed,
         resume=True,
@@ -195,16 +222,11 @@ def _config(options: Options, arm: str, seed: int, data: Path, matched: Path | N
         weights=WeightsConfig(file=matched / "weights.parquet" if matched else None),
         eagle3=Eagle3Config(steps=options.draft_length, draft_vocab_size=4096),
         optim=OptimConfig(steps=options.steps),
-        states=StatesConfig(mode="disk", folder=options.output_dir / f"states-{_text_of(arm)}"),
+        states=StatesConfig(mode="disk", folder=options.output_dir / f"states-{ARMS[arm][0]}"),
         selection=SelectionConfig(every=0),
         acceptance=AcceptanceConfig(draft_lengths=()),
         tracker="none",
     )
-
-
-def _text_of(arm: str) -> str:
-    """Arms that train on the same records share the target's states; the wrong traffic leaves others out."""
-    return {"uniform": "pool", "weighted": "pool"}.get(arm, arm)
 
 
 def _measured(
@@ -225,26 +247,37 @@ def _measured(
     return found
 
 
-def _content(
-    options: Options, lengths: dict[str, list[list[Acceptance]]], prompts: int, matched: Path
-) -> dict[str, Any]:
+def _content(options: Options, lengths: dict[str, list[list[Acceptance]]], prompts: int) -> dict[str, Any]:
     k = options.draft_length
-    pooled = {arm: [total(of, k) for of in zip(*lengths[arm], strict=True)] for arm in ARMS}  # seeds, by prompt
-    report = json.loads((matched / "report.json").read_text(encoding="utf-8"))
+    pooled = {arm: [total(of, k) for of in zip(*lengths[arm], strict=True)] for arm in lengths}  # seeds, by prompt
     content: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine_facts(),
         "options": {key: str(value) for key, value in vars(options).items()},
         "prompts": prompts,
-        "matching": {key: report[key] for key in ("ess_fraction", "auc_before", "auc_after", "kl_before", "kl_after")},
-        "arms": {arm: _arm(lengths[arm], pooled[arm], k) for arm in ARMS},
+        "matching": {name: _matching(options, name) for name in _matchings(lengths)},
+        "arms": {arm: _arm(lengths[arm], pooled[arm], k) for arm in lengths},
     }
-    for arm in ARMS[1:]:
-        mean, interval = length_difference(pooled[arm], pooled["uniform"])
-        by_seed = [length_difference(a, b)[0] for a, b in zip(lengths[arm], lengths["uniform"], strict=True)]
-        content[f"{arm}_minus_uniform"] = {"mean": mean, "ci95": interval, "by_seed": by_seed}
+    for arm, other in _pairs(lengths):
+        mean, interval = length_difference(pooled[arm], pooled[other])
+        by_seed = [length_difference(a, b)[0] for a, b in zip(lengths[arm], lengths[other], strict=True)]
+        content[f"{arm}_minus_{other}"] = {"mean": mean, "ci95": interval, "by_seed": by_seed}
     return content
+
+
+def _pairs(arms: Iterable[str]) -> list[tuple[str, str]]:
+    known = set(arms)
+    return [pair for pair in AGAINST.items() if known.issuperset(pair)]
+
+
+def _matchings(arms: Iterable[str]) -> list[str]:
+    return [f"{text}-{wanted}" for text, wanted in (ARMS[arm] for arm in arms) if wanted]
+
+
+def _matching(options: Options, name: str) -> dict[str, float]:
+    report = json.loads((options.output_dir / f"matched-{name}" / "report.json").read_text(encoding="utf-8"))
+    return {key: report[key] for key in ("records", "ess_fraction", "auc_before", "auc_after", "kl_before", "kl_after")}
 
 
 def _arm(by_seed: Sequence[Sequence[Acceptance]], pooled: Sequence[Acceptance], k: int) -> dict[str, Any]:
@@ -258,36 +291,37 @@ def _arm(by_seed: Sequence[Sequence[Acceptance]], pooled: Sequence[Acceptance], 
 
 
 def _page(content: dict[str, Any]) -> str:
-    settings, matching = content["options"], content["matching"]
-    gain = content["weighted_minus_uniform"]["mean"]
-    of_oracle = content["oracle_minus_uniform"]["mean"]
+    settings, matching = content["options"], content["matching"]["pool-traffic"]
     lines = [
         "# What matching the traffic is worth",
         "",
         f"`{content['command']}`, {content['date']}, {content['machine']}.",
         "",
         f"SmolLM2-135M-Instruct served in {settings['quant']}, EAGLE-3 heads, {settings['steps']} steps of 640 answer "
-        f"tokens, {settings['seeds']} seeds. Pool: {settings['pool']} records; traffic: {settings['traffic']} records "
-        f"from the same kinds of text in other shares, of which {content['prompts']} are the test split. Acceptance "
-        f"length at {settings['draft_length']} drafted tokens per pass, greedy, {settings['new_tokens']} new tokens, "
-        "all seeds together; differences are paired by prompt (95 % bootstrap over prompts).",
+        f"tokens, {settings['seeds']} seeds. Pool: {settings['pool']} records, the small one {settings['small']} of "
+        f"them; traffic: {settings['traffic']} records from the same kinds of text in other shares, of which "
+        f"{content['prompts']} are the test split. Acceptance length at {settings['draft_length']} drafted tokens per "
+        f"pass, greedy, {settings['new_tokens']} new tokens, all seeds together; differences are paired by prompt "
+        "(95 % bootstrap over prompts).",
         "",
         f"The weights: effective sample {matching['ess_fraction']:.2f} of the pool; a classifier tells pool from "
         f"traffic with AUC {matching['auc_before']:.3f} before and {matching['auc_after']:.3f} after weighting "
-        f"(0.5: not at all); KL by cluster {matching['kl_before']:.3f} and {matching['kl_after']:.3f}.",
+        f"(0.5: not at all); KL by group {matching['kl_before']:.3f} and {matching['kl_after']:.3f}.",
         "",
-        "| trained on | acceptance length | rate | by seed | against uniform |",
-        "|---|---|---|---|---|",
+        "| trained on | acceptance length | rate | by seed | difference | to |",
+        "|---|---|---|---|---|---|",
     ]
     for arm, row in content["arms"].items():
-        against = content.get(f"{arm}_minus_uniform")
+        other = dict(_pairs(content["arms"])).get(arm, "")
         seeds = ", ".join(f"{length:.3f}" for length in row["by_seed"])
-        difference = "" if against is None else _interval(against)
+        difference = _interval(content[f"{arm}_minus_{other}"]) if other else ""
         lines.append(
-            f"| {arm} | {row['acceptance_length']:.3f} | {row['acceptance_rate']:.1%} | {seeds} | {difference} |"
+            f"| {arm} | {row['acceptance_length']:.3f} | {row['acceptance_rate']:.1%} | {seeds} | {difference} | "
+            f"{other} |"
         )
-    if of_oracle > 0:
-        lines += ["", f"Weighting captures {gain / of_oracle:.0%} of what text in the traffic's own shares brings."]
+    if content["oracle_minus_uniform"]["mean"] > 0:
+        share = content["weighted_minus_uniform"]["mean"] / content["oracle_minus_uniform"]["mean"]
+        lines += ["", f"Weighting captures {share:.0%} of what text in the traffic's own shares brings."]
     return "\n".join([*lines, ""])
 
 
