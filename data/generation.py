@@ -21,6 +21,9 @@ from bitdraft.quant.target import LowBitTarget
 WORTH_DROPPING = 0.9
 """Share of rows still going at which finished ones make room: it copies few rows, but a prefill of few is slow."""
 
+PREFILL_TOKENS = 16_384
+"""Of prompts that are read at once, padding included, unless a single one is longer."""
+
 Choose = Callable[[Tensor, Tensor], Tensor]
 """Logits ``[R, V]`` and numbers in [0, 1) ``[R]`` → tokens ``[R]``."""
 Uniforms = Callable[[int], Tensor]
@@ -68,7 +71,9 @@ def decoded_answers(
         while waiting or rows:
             if rows is None or (waiting and rows.count <= WORTH_DROPPING * batch_size):
                 free = batch_size - (rows.count if rows else 0)
-                chosen = [waiting.pop() for _ in range(min(free, len(waiting)))]
+                longest = max(len(asked[waiting[-1]]), 1)
+                at_once = max(1, PREFILL_TOKENS // longest)  # long prompts come a few at a time
+                chosen = [waiting.pop() for _ in range(min(free, at_once, len(waiting)))]
                 admitted = _prefilled(target, chosen, [asked[i] for i in chosen], max_new_tokens, uniforms)
                 rows = rows.joined(admitted) if rows else admitted
             tokens = choose(target.logits(rows.last), rows.uniforms.gather(1, rows.steps[:, None]).squeeze(1))  # [R]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy.stats import chisquare, kstest
 
+from bitdraft.data import generation
 from bitdraft.data.chat import prompt_ids
 from bitdraft.data.conversation import Conversation, Message
 from bitdraft.data.dialogs import AnswerSettings, answer_dialogs, record_seed, uniform_stream
@@ -148,3 +149,20 @@ def test_prompts_of_a_batch_are_of_similar_length(target: LowBitTarget, monkeypa
         follow_up=lambda index, answer: [2] * 15 if index == 1 else None,
     )
     assert Counter(map(tuple, admitted)) == Counter([(30, 21), (15, 9), (8, 4), (3,)])
+
+
+def test_long_prompts_are_read_a_few_at_a_time(target: LowBitTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [[7 + i] * n for i, n in enumerate((30, 3, 25, 12, 1, 28))]
+    expected = greedy_answers(target, prompts, end_ids=set(), max_new_tokens=5, batch_size=6)
+    read, sizes = target.prefill, []
+
+    def counting(input_ids: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        sizes.append(input_ids.numel())
+        return read(input_ids, *rest, **options)
+
+    monkeypatch.setattr(target, "prefill", counting)
+    monkeypatch.setattr(generation, "PREFILL_TOKENS", 60)
+    assert greedy_answers(target, prompts, end_ids=set(), max_new_tokens=5, batch_size=6) == expected
+    assert max(sizes) <= 60 and len(sizes) < len(prompts)
+    monkeypatch.setattr(generation, "PREFILL_TOKENS", 1)  # less than any prompt: one by one
+    assert greedy_answers(target, prompts, end_ids=set(), max_new_tokens=5, batch_size=6) == expected
