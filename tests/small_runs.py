@@ -47,7 +47,7 @@ def small_config(folder: Path, target: Path, **changes: Any) -> RunConfig:
         states=StatesConfig(mode="memory"),
         eagle3=Eagle3Config(steps=3, draft_vocab_size=301, train_output=True),
         loss=LossConfig(kind="lk"),
-        optim=OptimConfig(steps=8, batch_tokens=120, pack_tokens=150, lr=2e-2),
+        optim=OptimConfig(steps=8, batch_tokens=120, pack_tokens=170, lr=2e-2),
         selection=SelectionConfig(every=2, prompts=4, draft_length=2, max_new_tokens=24, batch_size=4),
         checkpoint=CheckpointConfig(every=1, keep=2),
         acceptance=AcceptanceConfig(draft_lengths=()),

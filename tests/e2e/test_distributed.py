@@ -21,6 +21,7 @@ from bitdraft.train.config import CheckpointConfig, OptimConfig, RunConfig, Stat
 from bitdraft.train.environment import Environment
 from bitdraft.train.run import run
 from bitdraft.train.steps import StepPacks, step_packs
+from bitdraft.train.weighting import Weighting
 
 PROCESSES = 2
 STEPS = 8
@@ -46,11 +47,17 @@ taken: list[StepPacks] = []
 
 
 def both_shares(
-    first: int, examples: Sequence[Example], optim: OptimConfig, seed: int, ranks: int, cap: float
+    first: int,
+    examples: Sequence[Example],
+    optim: OptimConfig,
+    seed: int,
+    ranks: int,
+    cap: float,
+    weighting: Weighting,
 ) -> Iterator[tuple[int, StepPacks]]:
     """The steps of two processes as one process's."""
     assert ranks == 1
-    for step, packs in step_packs(first, examples, optim, seed, PROCESSES, cap):
+    for step, packs in step_packs(first, examples, optim, seed, PROCESSES, cap, weighting):
         taken.append(packs)
         yield step, replace(packs, of_rank=[[pack for share in packs.of_rank for pack in share]])
 
