@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from bitdraft.data.chat import Example, as_message, prompt_ids
 from bitdraft.data.conversation import Conversation, Message
-from bitdraft.data.generation import decoded_answers, likeliest
+from bitdraft.data.generation import Choose, decoded_answers, likeliest
 from bitdraft.quant.target import LowBitTarget
 
 
@@ -48,6 +48,10 @@ class AnswerSettings:
     @property
     def is_greedy(self) -> bool:
         return self.sampling is None or self.sampling.temperature == 0
+
+    @property
+    def choose(self) -> Choose:
+        return likeliest if self.sampling is None or self.is_greedy else self.sampling.choose
 
 
 class Dialog:
@@ -146,7 +150,7 @@ def answer_dialogs(
             end_ids=end_ids,
             max_new_tokens=settings.max_new_tokens,
             batch_size=settings.batch_size,
-            choose=likeliest if settings.is_greedy else settings.sampling.choose,  # type: ignore[union-attr]
+            choose=settings.choose,
             uniforms=None if settings.is_greedy else uniforms,
             report=bar.report,
             follow_up=follow_up,

@@ -24,11 +24,12 @@ _ABOUT = "bitdraft."
 class Weights:
     """What a weights file says, by ``Conversation.key``; records asked alike share the mean of their weights."""
 
+    path: Path
     by_key: dict[str, float]
     clusters: dict[str, int]
     about: dict[str, str]
 
-    def of(self, conversations: Sequence[Conversation], path: Path) -> np.ndarray:
+    def of(self, conversations: Sequence[Conversation]) -> np.ndarray:
         """``[n]`` one weight a conversation.
 
         Raises ``ValueError`` if a record has none: its file is not the pool that was matched.
@@ -36,7 +37,7 @@ class Weights:
         missing = [c for c in conversations if c.key not in self.by_key]
         if missing:
             raise ValueError(
-                f"{path} has no weight for {len(missing)} of {len(conversations)} records (the first is "
+                f"{self.path} has no weight for {len(missing)} of {len(conversations)} records (the first is "
                 f"{missing[0].source}): match these data with scripts/match_traffic.py, or leave the records out that "
                 "it dropped"
             )
@@ -86,7 +87,7 @@ def read_weights(path: Path) -> Weights:
         if name.decode().startswith(_ABOUT)
     }
     clusters = dict(zip(keys, table["cluster"].to_pylist(), strict=True))
-    return Weights(dict(zip(unique.tolist(), means.tolist(), strict=True)), clusters, about)
+    return Weights(path, dict(zip(unique.tolist(), means.tolist(), strict=True)), clusters, about)
 
 
 def _check(weights: np.ndarray, path: Path) -> None:

@@ -1,7 +1,7 @@
 """Weights laid out once for products of few rows, as decoding has them.
 
 On a CPU torch multiplies bf16 through oneDNN, which copies the weight into a layout of its own in every call. For the
-few rows of a decoding step the copy is a quarter of the product; made once, the product has the same bits.
+few rows of a decoding step the copy is a good part of the product; made once, the product has the same bits.
 """
 
 from collections.abc import Iterator

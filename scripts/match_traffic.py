@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,8 +21,8 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
+from bitdraft.data.calibration import CalibrationConfig
 from bitdraft.data.conversation import Conversation
-from bitdraft.data.demo_target import resolve_target
 from bitdraft.data.sources import iter_conversations
 from bitdraft.data.traffic.document import Document, document
 from bitdraft.data.traffic.match import match
@@ -33,9 +33,9 @@ from bitdraft.data.traffic.report import markdown
 from bitdraft.data.traffic.weighing import MatchSettings
 from bitdraft.data.traffic.weights import FLOOR, UNIFORM
 from bitdraft.quant.files import check_free
-from bitdraft.quant.profiles import load_recipe_for
-from bitdraft.quant.target import load_target, load_tokenizer
-from bitdraft.train.environment import chosen_dtype, machine_facts, read_environment, stop_cleanly
+from bitdraft.quant.target import CompileChoice
+from bitdraft.train.environment import machine_facts, stop_cleanly
+from bitdraft.train.opening import open_target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +73,11 @@ class Options:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Of the target; `auto` is bfloat16 where the hardware multiplies it."""
     device: str = "cpu"
+    compile_quantizer: CompileChoice = "auto"
+    """Compile the activation quantizer (same bits, faster)."""
     trust_remote_code: bool = False
     """Let the target's folder run its own Python code."""
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     overwrite: bool = False
     """Replace the folder if it exists."""
 
@@ -138,16 +141,7 @@ def hidden_states(options: Options) -> States | None:
     """What the low-bit target makes of records, if one is given."""
     if options.target is None:
         return None
-    recipe = load_recipe_for(options.target_quant, options.target_profile)
-    name = resolve_target(options.target, read_environment().cache_dir)
-    tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
-    target = load_target(
-        name,
-        recipe,
-        dtype=chosen_dtype(options.dtype, options.device),
-        device=options.device,
-        trust_remote_code=options.trust_remote_code,
-    )
+    target, tokenizer = open_target(options, options.target, options.target_quant)
 
     def states(records: Sequence[Conversation], answers: bool) -> np.ndarray:
         return target_vectors(target, tokenizer, records, answers=answers)

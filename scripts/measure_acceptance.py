@@ -19,18 +19,18 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from bitdraft.data.calibration import CalibrationConfig, calibration_text
-from bitdraft.data.demo_target import resolve_target
+from bitdraft.data.calibration import CalibrationConfig
 from bitdraft.data.heldout import describe, load_set
 from bitdraft.data.sources import demo_file, read_conversations
 from bitdraft.quant.files import write_text_atomically
 from bitdraft.quant.profiles import load_recipe_for
-from bitdraft.quant.target import CompileChoice, LowBitTarget, load_target, load_tokenizer
-from bitdraft.train.environment import chosen_dtype, give_memory_back, read_environment, stop_cleanly
+from bitdraft.quant.target import CompileChoice
+from bitdraft.train.environment import give_memory_back, stop_cleanly
 from bitdraft.train.measuring.config import MeasureConfig
 from bitdraft.train.measuring.drafters import DrafterSpec
 from bitdraft.train.measuring.matrix import Bench, Cell
 from bitdraft.train.measuring.prompt_sets import PromptSet
+from bitdraft.train.opening import open_target
 from bitdraft.train.report.write import write_report
 
 
@@ -135,16 +135,15 @@ def main(options: Options) -> None:
 
     cells: list[Cell] = []
     for recipe in recipes:
-        target = _load(options, options.target, recipe)
+        target, tokenizer = open_target(options, options.target, recipe)
         print(target.recipe.computed_by)
-        tokenizer = load_tokenizer(target.name, trust_remote_code=options.trust_remote_code)
         kept = options.out.with_suffix(".cells") if options.out else None
         bench = Bench(
             target,
             tokenizer,
             sets,
             traffic,
-            lambda name, quant: _load(options, name, quant),
+            lambda name, quant: open_target(options, name, quant)[0],
             options.measure,
             kept,
             options.reference,
@@ -181,21 +180,6 @@ def _sets(options: Options) -> list[PromptSet]:
     if options.category:
         everything = [(prompts.of_category(options.category), count) for prompts, count in everything]
     return [prompts.first(count) for prompts, count in everything]
-
-
-def _load(options: Options, name: str, quant: str) -> LowBitTarget:
-    recipe = load_recipe_for(quant, options.target_profile if quant != "none" else "plain")
-    name = resolve_target(name, read_environment().cache_dir)
-    tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
-    return load_target(
-        name,
-        recipe,
-        dtype=chosen_dtype(options.dtype, options.device),
-        device=options.device,
-        compile_quantizer=options.compile_quantizer,
-        calibration=calibration_text(options.calibration, recipe, tokenizer),
-        trust_remote_code=options.trust_remote_code,
-    )
 
 
 def _stop_if_lossy(cells: list[dict[str, Any]]) -> None:

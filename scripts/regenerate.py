@@ -19,17 +19,16 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from bitdraft.data.answer_files import AnswerFile, answered_record
-from bitdraft.data.calibration import CalibrationConfig, calibration_text
+from bitdraft.data.calibration import CalibrationConfig
 from bitdraft.data.chat import end_of_turn_ids, thinking_mode
 from bitdraft.data.conversation import Conversation
-from bitdraft.data.demo_target import resolve_target
 from bitdraft.data.dialogs import AnswerSettings, Dialog, answer_dialogs
 from bitdraft.data.server_answers import Asking, ServedDialog, Server, ServerConfig, serve_dialogs
 from bitdraft.data.sources import read_conversations
-from bitdraft.quant.profiles import load_recipe_for
-from bitdraft.quant.target import CompileChoice, LowBitTarget, load_target, load_tokenizer
+from bitdraft.quant.target import CompileChoice, LowBitTarget
 from bitdraft.speculators.sampling import Sampling
-from bitdraft.train.environment import RunFailed, chosen_dtype, machine_facts, read_environment, stop_cleanly
+from bitdraft.train.environment import RunFailed, machine_facts, read_environment, stop_cleanly
+from bitdraft.train.opening import open_target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,19 +223,7 @@ def _finish(options: Options, file: AnswerFile, conversations: list[Conversation
 
 
 def _load(options: Options) -> tuple[LowBitTarget, Any]:
-    quant = options.target_quant
-    recipe = load_recipe_for(quant, options.target_profile if quant != "none" else "plain")
-    name = resolve_target(options.target, read_environment().cache_dir)
-    tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
-    target = load_target(
-        name,
-        recipe,
-        dtype=chosen_dtype(options.dtype, options.device),
-        device=options.device,
-        compile_quantizer=options.compile_quantizer,
-        calibration=calibration_text(options.calibration, recipe, tokenizer),
-        trust_remote_code=options.trust_remote_code,
-    )
+    target, tokenizer = open_target(options, options.target, options.target_quant)
     print(f"target {options.target} ({target.fingerprint}), recipe {target.recipe.name}, {target.recipe.computed_by}")
     return target, tokenizer
 

@@ -68,7 +68,7 @@ def save_checkpoint(
         save_file(dict(optimizer), fresh / "optimizer.safetensors")
         save_file(_rng_tensors(), fresh / "rng.safetensors")
         sums = {name: sha256_of(fresh / name) for name in _TENSOR_FILES}
-        about = {"version": 2, "step": step, "history": [asdict(c) for c in history], "sha256": sums}
+        about = {"version": 3, "step": step, "history": [asdict(c) for c in history], "sha256": sums}
         content = _sealed(about | ({"weighting": dict(weighting)} if weighting else {}))
         (fresh / "checkpoint.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
     best = best_of(history)
@@ -113,7 +113,7 @@ def _damage(path: Path) -> str | None:
         return f"checkpoint.json: {type(error).__name__}"
     if not isinstance(content, dict) or content != _sealed({k: v for k, v in content.items() if k != "seal"}):
         return "checkpoint.json has another seal"
-    if content.get("version") != 2:
+    if content.get("version") != 3:
         return f"it is of version {content.get('version')}, which this Bitdraft does not read"
     sums = content["sha256"]
     for name in _TENSOR_FILES:

@@ -28,7 +28,7 @@ def prepared(
         lr=optim.lr,
         betas=optim.betas,
         weight_decay=optim.weight_decay,
-        fused=all(p.device.type == "cpu" for p in trained),  # a fifth of the time there
+        fused=all(p.device.type == "cpu" for p in trained),  # several times as fast there
     )
     if runs_zero(accelerator):
         zero.configure(accelerator, optim.clip, dtype)

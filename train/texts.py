@@ -28,13 +28,12 @@ class Texts:
     selection: list[Conversation]
     heldout: list[Conversation]
     weights: Weights | None
-    weights_file: Path | None
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         """Of contents that a configuration only names, and that may change under their names."""
         found = {"data": _digest(self.training), "selection.data": _digest(self.selection)}
-        return found | ({"weights.file": sha256_of(self.weights_file)} if self.weights_file else {})
+        return found | ({"weights.file": sha256_of(self.weights.path)} if self.weights else {})
 
 
 def read_texts(config: RunConfig, say: Callable[[str], None]) -> Texts:
@@ -47,14 +46,13 @@ def read_texts(config: RunConfig, say: Callable[[str], None]) -> Texts:
     if weights is None:
         data = data[: config.prompts]
     else:
-        assert config.weights.file is not None
-        shares = weights.of(data, config.weights.file)
+        shares = weights.of(data)
         wanted = len(data) if config.prompts is None else config.prompts
         data = [data[i] for i in gumbel_top_k([c.key for c in data], shares, wanted, config.seed)]
     training, selection = _selection(config, data, say)
     heldout = read_conversations(config.acceptance.data or [demo_file("heldout")])
     _guard(config, training, heldout, config.acceptance.data or [demo_file("heldout")], "measured on")
-    return Texts(training, selection, heldout, weights, config.weights.file)
+    return Texts(training, selection, heldout, weights)
 
 
 def weighting_of(config: RunConfig, examples: Sequence[Example], weights: Weights | None) -> Weighting:

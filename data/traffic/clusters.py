@@ -1,7 +1,6 @@
 """Groups of like records: k-means over the vectors of pool and traffic together.
 
-The fit is the same for the same vectors in any order, and for the same seed. ``shares`` says how much of pool and
-traffic each cluster holds, and which clusters of the traffic have no record in the pool: nothing can stand in for them.
+The fit is the same for the same vectors in any order, and for the same seed.
 """
 
 from dataclasses import dataclass
@@ -51,37 +50,3 @@ def fit_clusters(vectors: np.ndarray, k: int, seed: int = 0) -> Clusters:
     make = KMeans if len(vectors) <= _WHOLE else MiniBatchKMeans
     fitted = make(k, n_init=3, random_state=seed).fit(vectors)
     return Clusters(fitted.cluster_centers_.astype(np.float32))
-
-
-@dataclass(frozen=True, eq=False)
-class Shares:
-    """How pool and traffic spread over K clusters."""
-
-    pool: np.ndarray  # [K] share of the pool's weight, sums to 1
-    traffic: np.ndarray  # [K] share of the traffic's records, sums to 1
-    without_pool: np.ndarray  # clusters, ascending, that hold traffic but no record of the pool
-
-    @property
-    def unmatched(self) -> float:
-        """The share of the traffic that the weighted pool lacks: 0 where all clusters match; total variation."""
-        return float(np.maximum(self.traffic - self.pool, 0).sum())
-
-    @property
-    def traffic_without_pool(self) -> float:
-        """The share of the traffic in clusters that hold no record of the pool, whatever the weights."""
-        return float(self.traffic[self.without_pool].sum())
-
-
-def shares(
-    pool_clusters: np.ndarray, traffic_clusters: np.ndarray, k: int, weights: np.ndarray | None = None
-) -> Shares:
-    """``pool_clusters [n]`` with ``weights [n]`` (1 by default) beside ``traffic_clusters [m]``.
-
-    Raises ``ValueError`` for an empty pool or traffic.
-    """
-    if not len(pool_clusters) or not len(traffic_clusters):
-        raise ValueError(f"pool ({len(pool_clusters)} records) and traffic ({len(traffic_clusters)}) need records")
-    pool = np.bincount(pool_clusters, weights, minlength=k).astype(float)
-    traffic = np.bincount(traffic_clusters, minlength=k).astype(float)
-    holds = np.bincount(pool_clusters, minlength=k) > 0
-    return Shares(pool / pool.sum(), traffic / traffic.sum(), np.flatnonzero(~holds & (traffic > 0)))

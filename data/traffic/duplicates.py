@@ -20,18 +20,15 @@ from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
 
 from bitdraft.data.conversation import Conversation
+from bitdraft.data.traffic.texts import DENSE
 
 TEMPLATE = 10
-"""A run in more different prompts than this is a template. Measured on the public sets: docs/traffic.md."""
+"""A run in more different prompts than this is a template."""
 _RUN = 13
-_RUN_OF_CHARACTERS = 24  # about 14 Chinese words
+_RUN_OFDENSE = 24  # about 14 Chinese words
 _SHORTEST_OPENING = 8  # words; two characters are a word
-# Scripts without spaces: Thai to Myanmar, Khmer, kana, Han with its extensions.
-_CHARACTERS = (
-    "\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-)
-_WORDS = re.compile(f"[{_CHARACTERS}]|[^\\W_{_CHARACTERS}]+")
-_IS_CHARACTER = re.compile(f"[{_CHARACTERS}]")
+_WORDS = re.compile(f"[{DENSE}]|[^\\W_{DENSE}]+")
+_IS_CHARACTER = re.compile(f"[{DENSE}]")
 # Polynomial hashes of runs, modulo 2^64; any odd number has an inverse there.
 _BASE = 0x9E3779B97F4A7C15
 _INVERSE = pow(_BASE, -1, 2**64)
@@ -90,7 +87,7 @@ def _parts(message: Sequence[str], *, opens: bool) -> list[np.ndarray]:
     # The first 13 words decide how long a run is, so that it is as long wherever it stands.
     seen = np.concatenate([np.zeros(1, int), np.cumsum(is_character)])
     dense = 2 * (seen[_RUN:] - seen[: count - _RUN + 1]) > _RUN
-    long = runs(_RUN_OF_CHARACTERS)
+    long = runs(_RUN_OFDENSE)
     return [*codes, runs(_RUN)[~dense], long[dense[: len(long)]]]
 
 

@@ -13,12 +13,12 @@ from math import log
 import numpy as np
 
 from bitdraft.data.conversation import Conversation
-from bitdraft.data.traffic.texts import language_of
+from bitdraft.data.traffic.texts import DENSE, language_of
 
 # n record of the pool, m of the traffic, K cluster.
 
 _WORDS = re.compile(r"[^\W\d_]{3,}")
-_DENSE = re.compile("[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]")
+_DENSE = re.compile(f"[{DENSE}]")
 _NAMED_BY = 3
 _READ = 1000  # characters of a prompt
 _MOST = 400  # records of a group that its name is made from

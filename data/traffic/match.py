@@ -14,7 +14,6 @@ import numpy as np
 from bitdraft.data.conversation import Conversation
 from bitdraft.data.traffic import measures as by
 from bitdraft.data.traffic.clusters import Clusters, cluster_count
-from bitdraft.data.traffic.clusters import shares as cluster_shares
 from bitdraft.data.traffic.features import FeatureSpace, Rows
 from bitdraft.data.traffic.groups import Group, describe_groups
 from bitdraft.data.traffic.pool import PoolRows, Report, States, Survey, empty_answers, pool_rows, rows_of, survey
@@ -29,7 +28,7 @@ FEWEST = 20
 """Records that pool and traffic need each: below that nothing can be said about shares."""
 _TEXTS = 10_000  # of the pool, kept for features, names and prompts to show
 _TEXTS_WITH_STATES = 2_000  # a target reads each of them once more
-_MEASURED = 50_000  # records of the pool whose n-grams are measured
+_MEASURED = 50_000  # records of the pool, about, by which distances are measured
 
 Progress = Callable[[str, int | None], AbstractContextManager[Report]]
 """A bar for a label and a total, if that is known."""
@@ -132,7 +131,7 @@ def _matched(
     clusters = fit_groups(rows, parts[0], settings.clusters or cluster_count(len(split.fit)), settings.seed)
     pool_clusters = clusters.assign(rows.vectors)
     fit_clusters, _, test_clusters = (clusters.assign(part.vectors) for part in parts)
-    weighed = weigh(rows, parts[0], parts[1], clusters, pool_clusters, answers=answers, settings=settings)
+    weighed = weigh(rows, parts[0], parts[1], clusters, answers=answers, settings=settings)
     kept, done = rows.kept, weighed.finished
     weights = np.zeros(len(rows.keys))
     weights[kept] = done.weights
@@ -155,7 +154,10 @@ def _matched(
         mmd_size=mmd_size,
         languages=_languages(rows, weights, parts),
         groups=_groups(rows, weights, pool_clusters, clusters, every, split, seen),
-        unmatched=cluster_shares(pool_clusters[kept], clusters.assign(every), clusters.count, weights[kept]).unmatched,
+        unmatched=by.total_variation(
+            np.bincount(clusters.assign(every), minlength=clusters.count),
+            np.bincount(pool_clusters, weights, clusters.count),
+        ),
         split=split,
         survey=seen,
         answers=answers,
@@ -178,13 +180,15 @@ def _measures(
     """Distances to the test split, which nothing was fitted to, and how many records a side the MMD compares."""
     fit, _, test = parts
     kept, seed = rows.kept, settings.seed
+    sampled = rows.measured[kept[rows.measured]]  # of a large pool a part, by content
+    vectors = rows.vectors[sampled]
     ones = kept.astype(float)
     in_fit, in_test = (np.bincount(c, minlength=clusters.count).astype(float) for c in traffic_clusters)
     pool = [np.bincount(pool_clusters, w, minlength=clusters.count) for w in (ones, weights)]
     of_test, of_fit = by.bucket_mass(test.counts), by.bucket_mass(fit.counts)
     grams = [by.bucket_mass(rows.counts, w[rows.measured]) for w in (ones, weights)]
-    aucs = [by.two_sample_auc(rows.vectors[kept], w[kept], test.vectors, seed=seed) for w in (ones, weights)]
-    mmds = [by.mmd(rows.vectors[kept], w[kept], test.vectors, seed=seed) for w in (ones, weights)]
+    aucs = [by.two_sample_auc(vectors, w[sampled], test.vectors, seed=seed) for w in (ones, weights)]
+    mmds = [by.mmd(vectors, w[sampled], test.vectors, seed=seed) for w in (ones, weights)]
     own = by.mmd(fit.vectors, None, test.vectors, seed=seed)
     found = {
         "auc": Measure(aucs[0], aucs[1], by.two_sample_auc(fit.vectors, None, test.vectors, seed=seed)),

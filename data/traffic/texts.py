@@ -15,10 +15,12 @@ from bitdraft.data.conversation import Conversation
 
 # n record.
 
-_DENSE = (
-    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003134f"
+DENSE = (
+    "\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 )
-_PIECE = re.compile(f"[{_DENSE}]|[^\\W{_DENSE}]+|[^\\w\\s]")
+"""Characters of scripts that put no spaces between words, for a regular expression: Thai to Myanmar, Khmer, kana, Han
+with its extensions."""
+_PIECE = re.compile(f"[{DENSE}]|[^\\W{DENSE}]+|[^\\w\\s]")
 _SCRIPTS = (  # in this order: Japanese is written with Han characters too
     ("ja", re.compile("[\u3040-\u30ff]")),
     ("ko", re.compile("[\uac00-\ud7af\u1100-\u11ff]")),
@@ -71,7 +73,7 @@ def estimated_tokens(text: str) -> int:
     return round(dense / 1.5 + (len(text) - dense) / 4)
 
 
-_DENSE_CHARACTER = re.compile(f"[{_DENSE}\uac00-\ud7af]")
+_DENSE_CHARACTER = re.compile(f"[{DENSE}\uac00-\ud7af]")
 
 
 def asked_text(record: Conversation) -> str:

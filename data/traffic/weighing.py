@@ -67,48 +67,65 @@ class Weighed:
     """Whether weights count answer tokens instead of records."""
 
 
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """Weights before they are bounded, and what they were made by."""
+
+    weights: np.ndarray  # [k] density ratios
+    beta: float
+    clusters: Clusters
+    of_pool: np.ndarray  # [k] cluster of each record
+    of_fit: np.ndarray  # likewise, of the traffic's fit split
+
+
+def estimate(
+    pool: np.ndarray, fit: np.ndarray, tune: np.ndarray, clusters: Clusters, fitted: np.ndarray, seed: int
+) -> Estimate:
+    """For vectors ``pool [k, F]``, ``fit`` and ``tune`` of the traffic. ``fitted``: indices of the pool's records that
+    the density ratio is fitted to, ascending; the others' is predicted."""
+    held = _held(clusters.assign(pool), clusters.assign(fit), clusters.count)
+    nearest = Clusters(clusters.centres[held])
+    of_pool, of_fit, of_tune = (nearest.assign(v) for v in (pool, fit, tune))
+    found = density_ratio(pool[fitted], fit, seed=seed)
+    ratio = np.empty(len(pool))
+    ratio[fitted] = found.pool
+    rest = np.setdiff1d(np.arange(len(pool)), fitted)
+    if len(rest):
+        ratio[rest] = found.predict(pool[rest])
+    shares = post_stratified(of_pool, of_fit, nearest.count)
+    refinement, _ = choose_beta(shares, of_pool, ratio, of_tune, found.predict(tune))
+    return Estimate(refinement.weights(of_pool, ratio), refinement.beta, nearest, of_pool, of_fit)
+
+
 def fit_groups(rows: PoolRows, fit: Rows, k: int, seed: int) -> Clusters:
-    return fit_clusters(np.concatenate([rows.vectors[_fitted(rows, seed)], fit.vectors]), k, seed)
-
-
-def _fitted(rows: PoolRows, seed: int) -> np.ndarray:
-    """At most ``_FITTED`` of the rows that are kept, ascending."""
     kept = np.flatnonzero(rows.kept)
-    ranks = uniforms([rows.keys[i] for i in kept], "fitted", seed)
-    return np.sort(kept[np.argsort(ranks, kind="stable")[:_FITTED]])
+    return fit_clusters(np.concatenate([rows.vectors[kept[_fitted(rows, kept, seed)]], fit.vectors]), k, seed)
 
 
 def weigh(
-    rows: PoolRows,
-    fit: Rows,
-    tune: Rows,
-    clusters: Clusters,
-    pool_clusters: np.ndarray,
-    *,
-    answers: bool,
-    settings: MatchSettings,
+    rows: PoolRows, fit: Rows, tune: Rows, clusters: Clusters, *, answers: bool, settings: MatchSettings
 ) -> Weighed:
-    """``pool_clusters``: ``[n]``, of all rows. ``answers``: whether they were read."""
+    """``clusters``: of ``fit_groups``. ``answers``: whether they were read."""
     kept = np.flatnonzero(rows.kept)
-    counts = [np.bincount(c, minlength=clusters.count) for c in (pool_clusters[kept], clusters.assign(fit.vectors))]
-    held = (counts[0] > 0) & (counts[0] / len(kept) >= _THIN * counts[1] / len(fit.vectors))
-    nearest = Clusters(clusters.centres[held])
-    pool, of_fit, of_tune = (nearest.assign(v) for v in (rows.vectors[kept], fit.vectors, tune.vectors))
-
-    fitted = _fitted(rows, settings.seed)
-    estimate = density_ratio(rows.vectors[fitted], fit.vectors, seed=settings.seed)
-    ratio = np.empty(len(rows.keys))
-    ratio[fitted] = estimate.pool
-    rest = np.setdiff1d(kept, fitted)
-    if len(rest):
-        ratio[rest] = estimate.predict(rows.vectors[rest])
-
-    shares = post_stratified(pool, of_fit, nearest.count)
-    refinement, _ = choose_beta(shares, pool, ratio[kept], of_tune, estimate.predict(tune.vectors))
-    raw = refinement.weights(pool, ratio[kept])
+    fitted = _fitted(rows, kept, settings.seed)
+    found = estimate(rows.vectors[kept], fit.vectors, tune.vectors, clusters, fitted, settings.seed)
+    raw = found.weights
     # Token ids and estimates from characters are not compared with each other.
     counted = np.concatenate([rows.counted[kept], fit.facts.counted])
     by_tokens = answers and bool(counted.all() or not counted.any())
     if by_tokens:
-        raw = token_corrected(raw, pool, rows.answer_tokens[kept], of_fit, fit.answer_tokens, nearest.count)
-    return Weighed(finished(raw, uniform=settings.uniform, floor=settings.floor), refinement.beta, by_tokens)
+        tokens = rows.answer_tokens[kept]
+        raw = token_corrected(raw, found.of_pool, tokens, found.of_fit, fit.answer_tokens, found.clusters.count)
+    return Weighed(finished(raw, uniform=settings.uniform, floor=settings.floor), found.beta, by_tokens)
+
+
+def _fitted(rows: PoolRows, kept: np.ndarray, seed: int) -> np.ndarray:
+    """At most ``_FITTED`` indices into ``kept``, ascending, by content."""
+    ranks = uniforms([rows.keys[i] for i in kept], "fitted", seed)
+    return np.sort(np.argsort(ranks, kind="stable")[:_FITTED])
+
+
+def _held(of_pool: np.ndarray, of_fit: np.ndarray, k: int) -> np.ndarray:
+    """``[K]`` bool: clusters of which the pool holds enough."""
+    pool, traffic = (np.bincount(c, minlength=k) for c in (of_pool, of_fit))
+    return np.asarray((pool > 0) & (pool / len(of_pool) >= _THIN * traffic / len(of_fit)))

@@ -12,7 +12,7 @@ inside them; both are chosen by the likelihood of traffic that neither estimate 
 
 τ is the largest of [0, 1] that leaves the effective share ``(Σw)² / (n Σw²)`` at its floor. It falls as τ grows: its
 logarithm is ``2 K(τ) − K(2τ)`` with K convex, the cumulants of log w. Mixing and tempering pull every weight
-towards 1, so they cost match: where the traffic is far from the pool, τ stays small and ``clusters.Shares.unmatched``
+towards 1, so they cost match: where the traffic is far from the pool, τ stays small and ``Matching.unmatched``
 says how much of the traffic the weighted pool still lacks.
 """
 

@@ -11,9 +11,11 @@ summed otherwise: how many answers are equal is printed.
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +27,7 @@ from bitdraft.data.chat import end_of_turn_ids, prompt_ids
 from bitdraft.data.demo_target import resolve_target
 from bitdraft.data.generation import greedy_answers
 from bitdraft.data.sources import demo_file, read_conversations
+from bitdraft.quant.files import write_text_atomically
 from bitdraft.quant.loading import load_model, read_config
 from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.target import load_target, load_tokenizer
@@ -91,8 +94,7 @@ def main(options: Options) -> None:
     took = _timed(sides, options.rounds)
     document = _numbers(took, options, prompts, str(dtype).removeprefix("torch."))
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        write_text_atomically(options.json, json.dumps(document, indent=2) + "\n")
 
 
 def generated(model: Any, prompts: Answers, ends: set[int], options: Options) -> Answers:
@@ -153,7 +155,8 @@ def _numbers(took: dict[str, list[Took]], options: Options, prompts: Answers, dt
                 "cpu_seconds": [t.cpu for t in rounds],
             }
         )
-    facts = {k: getattr(options, k) for k in ("target", "batch_size", "max_new_tokens", "rounds")}
+    made = {"command": " ".join(["python", *sys.argv]), "date": datetime.now(UTC).date().isoformat()}
+    facts = made | {k: getattr(options, k) for k in ("target", "batch_size", "max_new_tokens", "rounds")}
     lengths = {
         "prompts": len(prompts),
         "prompt_tokens": sum(map(len, prompts)),

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +33,7 @@ from bitdraft.train.environment import machine_facts, stop_cleanly
 MIX = {
     # file: percent of the pool, of the traffic
     "awesome_prompts": (6, 6),
-    "glaive_toolcall": (3, 9.5),
+    "glaive_toolcall": (3, 10),
     "gpteacher_code": (18, 7),
     "gpteacher_roleplay": (8, 6),
     "gsm8k_train": (32, 10),
@@ -43,7 +44,7 @@ MIX = {
     "oasst_zh": (3, 9),
     "self_instruct_seeds": (1.5, 2),
     "sgd_dialogues": (3, 14),
-    "t0_tasks": (6, 9.5),
+    "t0_tasks": (6, 9),
 }
 
 
@@ -67,7 +68,7 @@ def main(options: Options) -> None:
     for seed in range(options.seeds):
         pool, traffic, exact = _drawn(options, seed)
         settings = MatchSettings(read="prompts", seed=seed, shares=(0.68, 0.18, 0.14))
-        found = match(lambda pool=pool: pool, traffic, settings, progress=_silent)  # type: ignore[misc]
+        found = match(partial(iter, pool), traffic, settings, progress=_silent)
         rows.append(_row(seed, pool, exact, found))
         print(
             f"seed {seed}: effective share {rows[-1]['ess_fraction']:.3f} (exact weights {rows[-1]['ess_exact']:.3f}), "

@@ -33,7 +33,7 @@ def test_weights_come_back_by_what_is_asked(tmp_path: Path) -> None:
     one, two, both = asked("a"), asked("bb", "yes"), asked("bb", "no")
     found = read_weights(written(tmp_path / "w.parquet", [one.key, two.key], [0.5, 1.5]))
     assert found.about == {"traffic": "today"}
-    assert found.of([both, one], tmp_path).tolist() == [1.5, 0.5]
+    assert found.of([both, one]).tolist() == [1.5, 0.5]
     assert found.clusters == {one.key: 0, two.key: 1}
 
 
@@ -49,11 +49,11 @@ def test_any_tool_reads_the_file(tmp_path: Path) -> None:
 
 
 def test_a_record_without_a_weight_is_named() -> None:
-    weights = Weights({asked("a").key: 1.0}, {asked("a").key: 0}, {})
+    weights = Weights(Path("w.parquet"), {asked("a").key: 1.0}, {asked("a").key: 0}, {})
     with pytest.raises(
         ValueError, match=r"w\.parquet has no weight for 2 of 3 records \(the first is pool.jsonl, line 2"
     ):
-        weights.of([asked("a"), asked("bb"), asked("cc")], Path("w.parquet"))
+        weights.of([asked("a"), asked("bb"), asked("cc")])
 
 
 @pytest.mark.parametrize("bad", [[1.0, np.nan], [np.inf, 1.0], [-1.0, 1.0], [0.0, 0.0], []])

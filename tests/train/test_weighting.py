@@ -37,7 +37,7 @@ def made(count: int) -> list[Example]:
     return [Example(str(i), "", (1, i), (2,) * 5, asked=f"key{i % 3}") for i in range(count)]
 
 
-WEIGHTS = Weights({"key0": 3.0, "key1": 1.0, "key2": 0.5}, {"key0": 7, "key1": 4, "key2": 7}, {})
+WEIGHTS = Weights(Path("w.parquet"), {"key0": 3.0, "key1": 1.0, "key2": 0.5}, {"key0": 7, "key1": 4, "key2": 7}, {})
 
 
 def test_every_turn_has_its_record_s_weight_and_group() -> None:
@@ -57,7 +57,7 @@ def test_steps_draw_by_weight() -> None:
 
 
 def test_weights_that_leave_nothing_are_refused() -> None:
-    nothing = Weights(dict.fromkeys(WEIGHTS.by_key, 0.0), WEIGHTS.clusters, {})
+    nothing = Weights(WEIGHTS.path, dict.fromkeys(WEIGHTS.by_key, 0.0), WEIGHTS.clusters, {})
     with pytest.raises(ValueError, match="all of these records have weight 0"):
         Weighting.read(made(3), nothing, 1.0)
 

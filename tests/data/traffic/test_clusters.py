@@ -1,9 +1,9 @@
-"""Clusters: deterministic, independent of order, and honest about what the pool lacks."""
+"""Clusters: deterministic and independent of order."""
 
 import numpy as np
 import pytest
 
-from bitdraft.data.traffic.clusters import cluster_count, fit_clusters, shares
+from bitdraft.data.traffic.clusters import cluster_count, fit_clusters
 
 GENERATOR = np.random.default_rng(3)
 SPOTS = GENERATOR.normal(size=(5, 8)) * 10
@@ -38,19 +38,6 @@ def test_the_number_of_clusters_is_the_root_of_the_traffic_within_bounds() -> No
     assert [cluster_count(n) for n in (1, 900, 10**6)] == [16, 30, 256]
 
 
-def test_shares_name_the_clusters_that_the_pool_lacks() -> None:
-    pool, traffic = np.array([0, 0, 1, 3]), np.array([0, 2, 2, 2, 4])
-    found = shares(pool, traffic, 5)
-    assert found.without_pool.tolist() == [2, 4]
-    assert found.traffic_without_pool == pytest.approx(4 / 5)
-    assert found.pool == pytest.approx([0.5, 0.25, 0, 0.25, 0])
-    assert found.unmatched == pytest.approx(0.6 + 0.2)
-    weighted = shares(pool, np.array([0, 1, 3]), 5, np.array([1.0, 1.0, 2.0, 2.0]))
-    assert weighted.unmatched == pytest.approx(0)
-
-
 def test_nothing_to_cluster_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one record"):
         fit_clusters(VECTORS[:0], 4)
-    with pytest.raises(ValueError, match="need records"):
-        shares(np.zeros(2, int), np.zeros(0, int), 2)

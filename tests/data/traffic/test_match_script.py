@@ -67,7 +67,7 @@ def test_the_folder_holds_the_promised_files(made: Path) -> None:
 def test_weights_are_found_for_every_record_of_the_pool(made: Path, folder: Path) -> None:
     weights = read_weights(made / "weights.parquet")
     asked = read_conversations([folder / "pool.jsonl"])
-    of = weights.of(asked, made / "weights.parquet")
+    of = weights.of(asked)
     assert of.mean() == pytest.approx(1)
     assert of[[c.category == "cooking" for c in asked]].mean() > 1.5
     assert weights.about["seed"] == "0"
@@ -154,9 +154,7 @@ def test_the_public_sets_can_be_matched(script: Any, shared: Path, tmp_path: Pat
     assert report["kl_after"] < report["kl_before"]
     assert report["languages"]["zh"]["before"] < 0.25 < report["languages"]["zh"]["after"]
     weights = read_weights(tmp_path / "out" / "weights.parquet")
-    means = {
-        name: weights.of(read_conversations([path]), Path(path)).mean() for name, path in zip(chosen, few, strict=True)
-    }
+    means = {name: weights.of(read_conversations([path])).mean() for name, path in zip(chosen, few, strict=True)}
     others = max(means[name] for name in ("gsm8k_train", "nq_open", "sgd_dialogues"))
     assert means["oasst_zh"] > 2
     # HumanEval's bare functions are no group of this pool: what is nearest, code that is asked for, stands in.

@@ -8,11 +8,11 @@ import pytest
 
 from bitdraft.data.conversation import Conversation
 from bitdraft.data.sources import read_conversations
-from bitdraft.data.traffic.clusters import cluster_count, fit_clusters, shares
+from bitdraft.data.traffic.clusters import cluster_count, fit_clusters
 from bitdraft.data.traffic.features import FeatureSpace
-from bitdraft.data.traffic.measures import two_sample_auc
-from bitdraft.data.traffic.ratio import density_ratio
-from bitdraft.data.traffic.weights import Finished, choose_beta, effective_share, finished, post_stratified
+from bitdraft.data.traffic.measures import total_variation, two_sample_auc
+from bitdraft.data.traffic.weighing import estimate
+from bitdraft.data.traffic.weights import Finished, effective_share, finished
 
 PUBLIC = Path(__file__).parents[3] / "../shared/data/train"
 # Percent of the pool and of the traffic.
@@ -34,20 +34,19 @@ MIX = {
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Matched:
     done: Finished
     unmatched: float
 
 
-def estimated(pool: np.ndarray, fit: np.ndarray, tune: np.ndarray, seed: int = 0) -> Estimate:
+def matched(pool: np.ndarray, fit: np.ndarray, tune: np.ndarray, seed: int = 0) -> Matched:
     """Weights of ``pool [n, F]`` from two parts of the traffic."""
     clusters = fit_clusters(np.concatenate([pool, fit]), cluster_count(len(fit)), seed)
-    of_pool, of_fit, of_tune = (clusters.assign(v) for v in (pool, fit, tune))
-    ratio = density_ratio(pool, fit, seed=seed)
-    by_cluster = post_stratified(of_pool, of_fit, clusters.count)
-    refinement, _ = choose_beta(by_cluster, of_pool, ratio.pool, of_tune, ratio.predict(tune))
-    done = finished(refinement.weights(of_pool, ratio.pool))
-    return Estimate(done, shares(of_pool, of_fit, clusters.count, done.weights).unmatched)
+    found = estimate(pool, fit, tune, clusters, np.arange(len(pool)), seed)
+    done = finished(found.weights)
+    count = found.clusters.count
+    of_fit, of_pool = np.bincount(found.of_fit, minlength=count), np.bincount(found.of_pool, done.weights, count)
+    return Matched(done, total_variation(of_fit, of_pool))
 
 
 def test_a_known_density_ratio_is_found_and_repairs_the_mean() -> None:
@@ -58,7 +57,7 @@ def test_a_known_density_ratio_is_found_and_repairs_the_mean() -> None:
         generator = np.random.default_rng(seed)
         pool = generator.normal(size=(3000, 6)).astype(np.float32)
         fit, tune = ((generator.normal(size=(n, 6)) + shift).astype(np.float32) for n in (1500, 700))
-        weights = estimated(pool, fit, tune).done.weights
+        weights = matched(pool, fit, tune).done.weights
         true = np.exp(pool @ shift - shift @ shift / 2)
         assert np.corrcoef(weights, true)[0, 1] > 0.9
         value = pool[:, 0] + 0.5 * pool[:, 1] ** 2 + generator.normal(size=3000)
@@ -91,7 +90,7 @@ def test_public_sets_in_known_shares_are_matched() -> None:
     assert effective_share(exact) < 0.48
     space = FeatureSpace.fit([*pool, *fit], answers=False)
     vectors = [space.rows(part).vectors for part in (pool, fit, tune, test)]
-    done = estimated(vectors[0], vectors[1], vectors[2]).done
+    done = matched(vectors[0], vectors[1], vectors[2]).done
     categories = np.array([r.category for r in pool])
     wrong = {}
     for name in sorted(set(categories)):
@@ -110,7 +109,7 @@ def test_traffic_from_a_corner_of_the_pool_keeps_the_floor_and_says_what_it_cost
     spots = generator.normal(size=(10, 5)) * 8
     pool = (spots[np.arange(2000) % 10] + generator.normal(size=(2000, 5))).astype(np.float32)
     fit, tune = ((spots[0] + generator.normal(size=(n, 5))).astype(np.float32) for n in (300, 100))
-    found = estimated(pool, fit, tune)
+    found = matched(pool, fit, tune)
     assert found.done.ess_fraction == pytest.approx(0.3, abs=1e-6)
     assert found.done.ess_fraction_untempered < 0.2
     assert found.done.temper < 1
