@@ -58,7 +58,7 @@ class Options:
     """Where to write the numbers."""
     pool: int = 4000
     """Records of the pool."""
-    traffic: int = 3500
+    traffic: int = 3300
     """Records of the traffic, of which 68 % are fitted to."""
     seeds: int = 5
 

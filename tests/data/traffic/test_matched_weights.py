@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench_scripts import bench_script
 
 from bitdraft.data.conversation import Conversation
 from bitdraft.data.sources import read_conversations
@@ -15,22 +16,7 @@ from bitdraft.data.traffic.weighing import estimate
 from bitdraft.data.traffic.weights import Finished, effective_share, finished
 
 PUBLIC = Path(__file__).parents[3] / "../shared/data/train"
-# Percent of the pool and of the traffic.
-MIX = {
-    "awesome_prompts": (6, 6),
-    "glaive_toolcall": (3, 10),
-    "gpteacher_code": (18, 7),
-    "gpteacher_roleplay": (8, 6),
-    "gsm8k_train": (32, 10),
-    "llamafactory_chat": (4.5, 8),
-    "mbpp_train": (2, 7),
-    "nq_open": (9, 5),
-    "oasst_prompts": (4, 7),
-    "oasst_zh": (3, 9),
-    "self_instruct_seeds": (1.5, 2),
-    "sgd_dialogues": (3, 14),
-    "t0_tasks": (6, 9),
-}
+MIX = bench_script("traffic_recovery").MIX  # percent of the pool and of the traffic
 
 
 @dataclass(frozen=True)
