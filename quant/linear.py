@@ -62,7 +62,7 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     constants = torch._dynamo.config.patch(specialize_int=True, specialize_float=True)
 
     def call(*arguments: Any) -> Any:
-        with constants:
+        with constants, torch._C.DisableTorchFunction():  # dynamo would trace whatever mode the caller has set
             return compiled(*arguments)
 
     return call

@@ -181,6 +181,11 @@ class Recipe:
         return next(spanning, "")
 
     @property
+    def rounds_on_the_way(self) -> bool:
+        """Whether a pass rounds anything that it computes to a few bits: activations, keys and values, attention."""
+        return any(rule.activations for rule in self.rules) or self.kv is not None or self.attention is not None
+
+    @property
     def is_auto(self) -> bool:
         """Whether a quantized checkpoint is to be served as it is (``auto``, ``auto+kvfp8``)."""
         return not self.rules and re.split(r"[+@]", self.name)[0] == "auto"

@@ -7,12 +7,14 @@ the batch. Nothing is computed twice.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from bitdraft.quant.attention.kv_cache import WORTH_DROPPING
+from bitdraft.quant.steady_sums import can_steady, steady_sums
 from bitdraft.quant.target import LowBitTarget, TargetStates
 from bitdraft.speculators.base import DraftContext, Drafter, DraftState, rows_at
 from bitdraft.speculators.drafting import DraftPlan
@@ -123,11 +125,17 @@ def generate(
     generations = [Generation([], Acceptance.none(depth, prompts=1)) for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     seconds = Seconds()
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
-        batch = _Batch(target, drafter, plan, rule or Rule(), prompts, chosen, max_new_tokens, end_ids)
-        seconds += batch.run([generations[i] for i in chosen], report)
+    with steady_sums(target.model) if _needs_steady_sums(target) else nullcontext():
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            batch = _Batch(target, drafter, plan, rule or Rule(), prompts, chosen, max_new_tokens, end_ids)
+            seconds += batch.run([generations[i] for i in chosen], report)
     return generations, seconds
+
+
+def _needs_steady_sums(target: LowBitTarget) -> bool:
+    """Whether a last bit could decide about a token: fp32 alone promises that it does not."""
+    return target.dtype == torch.float32 and target.recipe.rounds_on_the_way and can_steady(target.model)
 
 
 class _Batch:

@@ -1,12 +1,11 @@
 """Checking that decoding with drafts wrote what plain decoding writes.
 
-In fp32 the two must be identical. A pass over several tokens rounds differently from a pass over one, though,
-and two things make that visible: bf16, and quantized activations, where a sum that differs in its last bit can
-fall on the other side of a code's boundary. Either can flip the choice between two tokens whose logits are
-equal up to that. Such a flip is excused, counted and shown; nothing else is. How far rounding moves the two is
-measured where it matters, at the very prefix: the same tokens in several batch shapes, without any cache, so
-that a fault of the cache or of the loop cannot excuse itself. A fault that writes a second choice as close as that
-is excused with it: only fp32 with unquantized activations proves, elsewhere the check catches what is far off.
+In fp32 the two must be identical; where inputs are quantized, sums are made in fp64 for it (``quant/steady_sums.py``).
+In bf16 a pass over several tokens rounds differently from a pass over one, which can flip the choice between two
+tokens whose logits are equal up to that. Such a flip is excused, counted and shown; nothing else is. How far rounding
+moves the two is measured where it matters, at the very prefix: the same tokens in several batch shapes, without any
+cache, so that a fault of the cache or of the loop cannot excuse itself. A fault that writes a second choice as close as
+that is excused with it: only fp32 proves, bf16 catches what is far off.
 """
 
 import math
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bitdraft.quant.steady_sums import can_steady
 from bitdraft.quant.target import LowBitTarget
 
 _SHAPES = ((1, 0), (2, 0), (3, 0), (5, 0), (1, 3), (1, 13), (1, 50), (2, 29))
@@ -66,10 +66,10 @@ def compare_with_plain(
 
 
 def must_be_identical(target: LowBitTarget) -> bool:
-    """Whether nothing excuses a difference: fp32, and no activation, key or value is rounded to a few bits."""
-    recipe = target.recipe
-    quantizes = any(rule.activations for rule in recipe.rules) or recipe.kv is not None or recipe.attention is not None
-    return target.dtype == torch.float32 and not quantizes
+    """Whether nothing excuses a difference: fp32, and no token's result depends on what is beside it in the pass."""
+    if target.dtype != torch.float32 or target.recipe.scales_whole_passes:
+        return False
+    return not target.recipe.rounds_on_the_way or can_steady(target.model)
 
 
 @torch.no_grad()

@@ -1,9 +1,10 @@
-"""Greedy decoding with drafts writes what the target writes alone: 200 prompts of 128 tokens, in fp32, no exception.
+"""Greedy decoding with drafts writes what the target writes alone: 200 prompts of 128 tokens, in fp32, no exception;
+where inputs are quantized, 32 prompts of 48 tokens.
 
     pytest -m slow tests/e2e/test_greedy_identity.py -s
 
-Every head × {chain, static tree, dynamic tree} × {SmolLM2, every tiny hybrid}. Prints the rows of
-docs/results/verification.md.
+Every head × {chain, static tree, dynamic tree} × {SmolLM2, every tiny hybrid}, and SmolLM2 and a tiny one in low bit.
+Prints the rows of docs/results/verification.md.
 """
 
 from pathlib import Path
@@ -30,32 +31,40 @@ from bitdraft.speculators.vocab import DraftVocab
 
 pytestmark = pytest.mark.slow
 
-PROMPTS, NEW_TOKENS, BATCH, DEPTH = 200, 128, 50, 3
+BATCH, DEPTH = 50, 3
+SIZE, SIZE_IN_LOW_BIT = (200, 128), (32, 48)  # prompts and new tokens; sums in fp64 take their time
 PLANS = {
     "chain": DraftPlan(length=DEPTH),
     "static tree": DraftPlan(length=DEPTH, shape=cartesian([2, 2, 1])),
     "dynamic tree": DraftPlan(length=DEPTH, shape=DynamicShape(nodes=8, width=3)),
 }
-TARGETS = ("smollm2", *HYBRIDS)
+TARGETS = [(name, "none") for name in ("smollm2", *HYBRIDS)]
+TARGETS += [("smollm2", r) for r in ("mxfp4", "mxfp4a4", "nvfp4", "fp8", "mxfp4+kvfp8")] + [("llama", "mxfp4")]
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=TARGETS, ids="-".join)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, LowBitTarget, Any]:
-    name: str = request.param
+    name, recipe = request.param
     if name == "smollm2":
         folder: Path = request.getfixturevalue("smollm2")
     else:
         folder = save_hybrid(name, tmp_path_factory.mktemp(name) / "target")
-    target = load_target(str(folder), load_recipe("none"), dtype=torch.float32, compile_quantizer="off")
-    return name, target, load_tokenizer(str(folder))
+    target = load_target(str(folder), load_recipe(recipe), dtype=torch.float32)
+    return f"{name} {recipe}".removesuffix(" none"), target, load_tokenizer(str(folder))
+
+
+def size(target: LowBitTarget) -> tuple[int, int]:
+    """How many prompts, and how many new tokens of each."""
+    return SIZE_IN_LOW_BIT if target.recipe.rounds_on_the_way else SIZE
 
 
 @pytest.fixture(scope="module")
 def prompts(served: tuple[str, LowBitTarget, Any]) -> list[list[int]]:
     """Shipped prompts, as the target is asked them; a small context takes their last tokens."""
     _, target, tokenizer = served
-    room = target.context_length - NEW_TOKENS - 16
-    conversations = read_conversations([demo_file("heldout"), demo_file("train")])[:PROMPTS]
+    count, new_tokens = size(target)
+    room = target.context_length - new_tokens - 16
+    conversations = read_conversations([demo_file("heldout"), demo_file("train")])[:count]
     return [prompt_ids(tokenizer, c.messages[:1])[-room:] for c in conversations]
 
 
@@ -89,10 +98,11 @@ def decoded(
     prompts: list[list[int]],
     *,
     batch: int = BATCH,
-    new_tokens: int = NEW_TOKENS,
+    new_tokens: int | None = None,
 ) -> list[Generation]:
     _, target, tokenizer = served
     ends = end_of_turn_ids(target.model, tokenizer)
+    new_tokens = new_tokens or size(target)[1]
     done, _ = generate(target, head, prompts, plan=plan, max_new_tokens=new_tokens, end_ids=ends, batch_size=batch)
     return done
 

@@ -11,6 +11,7 @@ import torch
 
 from bitdraft.quant.attention.rules import AttentionRule
 from bitdraft.quant.presets import load_recipe
+from bitdraft.quant.recipe import Recipe
 from bitdraft.quant.target import LowBitTarget, load_target
 from bitdraft.speculators.base import DraftHead
 from bitdraft.speculators.decode import generate
@@ -84,20 +85,37 @@ def test_bf16_excuses_a_near_tie_and_nothing_else(
     assert (result.excused, result.failed) == (1, 0)
 
 
-@pytest.mark.parametrize(("preset", "dtype"), [("none", torch.bfloat16), ("mxfp4", torch.bfloat16)], ids=str)
-def test_rounding_alone_is_no_failure(
-    tiny_folder: Path, make_eagle3: Callable[..., DraftHead], preset: str, dtype: torch.dtype
-) -> None:
-    """The loop changes nothing in fp64 (test_decode.py), so whatever parts here is rounding and must be excused."""
-    target = load_target(str(tiny_folder), load_recipe(preset), dtype=dtype, compile_quantizer="off")
+def alone_and_helped(target: LowBitTarget, head: DraftHead) -> tuple[Prompts, Prompts, Prompts]:
+    """32 prompts, their answers decoded plainly and with drafts, in batches of other shapes."""
     generator = torch.Generator().manual_seed(1)
-    asked = [[257, *torch.randint(0, 256, (2 + i,), generator=generator).tolist()] for i in range(48)]
-    shared: dict[str, Any] = {"max_new_tokens": 40, "end_ids": set()}
-    alone, _ = generate(target, None, asked, batch_size=48, **shared)
-    helped, _ = generate(target, make_eagle3(target), asked, plan=DraftPlan(length=3), batch_size=16, **shared)
-    names = [str(i) for i in range(len(asked))]
-    result = compare_with_plain(target, names, asked, [g.tokens for g in helped], [g.tokens for g in alone])
+    asked = [[257, *torch.randint(0, 256, (2 + i,), generator=generator).tolist()] for i in range(32)]
+    shared: dict[str, Any] = {"max_new_tokens": 24, "end_ids": set()}
+    alone, _ = generate(target, None, asked, batch_size=32, **shared)
+    helped, _ = generate(target, head, asked, plan=DraftPlan(length=3), batch_size=16, **shared)
+    return asked, [g.tokens for g in alone], [g.tokens for g in helped]
+
+
+@pytest.mark.parametrize("preset", ["none", "mxfp4"])
+def test_rounding_alone_is_no_failure(tiny_folder: Path, make_eagle3: Callable[..., DraftHead], preset: str) -> None:
+    """The loop changes nothing in fp32 (below), so whatever parts here is rounding and must be excused."""
+    target = load_target(str(tiny_folder), load_recipe(preset), dtype=torch.bfloat16, compile_quantizer="off")
+    asked, alone, helped = alone_and_helped(target, make_eagle3(target))
+    result = compare_with_plain(target, [str(i) for i in range(len(asked))], asked, helped, alone)
     assert result.failures == ()
+
+
+ROUNDING = {name: load_recipe(name) for name in ("mxfp4", "mxfp4a4", "nvfp4", "mxfp4a16+kvfp8")} | {
+    "attention": replace(load_recipe("none"), attention=AttentionRule(queries="int8-token", keys="int8-token"))
+}
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+def test_in_fp32_drafts_change_nothing_whatever_is_rounded(
+    tiny_folder: Path, make_eagle3: Callable[..., DraftHead], name: str
+) -> None:
+    target = load_target(str(tiny_folder), ROUNDING[name], dtype=torch.float32, compile_quantizer="off")
+    _, alone, helped = alone_and_helped(target, make_eagle3(target))
+    assert helped == alone
 
 
 def test_rounding_is_measured_where_the_answers_part(target: LowBitTarget, few: Prompts, plain: Prompts) -> None:
@@ -125,12 +143,14 @@ def test_most_second_choices_are_no_near_ties(tiny_folder: Path) -> None:
     assert result.failed >= 8
 
 
-@pytest.mark.parametrize(("recipe", "identical"), [("mxfp4a16", True), ("mxfp4a16+kvfp8", False), ("mxfp4", False)])
-def test_what_is_rounded_to_a_few_bits_on_the_way_may_flip(tiny_folder: Path, recipe: str, identical: bool) -> None:
-    target = load_target(str(tiny_folder), load_recipe(recipe), dtype=torch.float32, compile_quantizer="off")
-    assert must_be_identical(target) == identical
-    attention = AttentionRule(queries="int8-token")
-    rounding = LowBitTarget(
-        target.model, replace(target.recipe, attention=attention), target.applied, name="x", fingerprint="x"
-    )
-    assert not must_be_identical(rounding)
+@pytest.mark.parametrize("recipe", ["mxfp4a16", "mxfp4a16+kvfp8", "mxfp4"])
+def test_fp32_excuses_nothing_and_bf16_does(tiny_folder: Path, recipe: str) -> None:
+    for dtype, identical in ((torch.float32, True), (torch.bfloat16, False)):
+        target = load_target(str(tiny_folder), load_recipe(recipe), dtype=dtype, compile_quantizer="off")
+        assert must_be_identical(target) == identical
+
+
+def test_a_scale_over_the_whole_pass_may_flip_even_in_fp32(tiny_folder: Path) -> None:
+    rule = replace(load_recipe("fp8").rules[-1], activations="fp8-tensor")
+    target = load_target(str(tiny_folder), Recipe("whole", (rule,)), dtype=torch.float32, compile_quantizer="off")
+    assert target.recipe.scales_whole_passes and not must_be_identical(target)

@@ -108,7 +108,8 @@ def measure_here(pair: Pair, conversations: Sequence[Conversation], quant: str, 
     counts = total([g.counts for g in done], how.draft_length)
     if counts.passes and not counts.accepted:
         raise RunFailed(f"none of the {counts.drafted} drafts of {pair.head} was accepted: the engine is not started")
-    exact = must_be_identical(target)
+    # The engine computes in fp32 too, but a last bit moves codes of its inputs: only without them texts are the same.
+    exact = must_be_identical(target) and not target.recipe.rounds_on_the_way
     ours = Ours(
         kind=head.kind,
         head_fingerprint=fingerprint_of_head(pair.head),
