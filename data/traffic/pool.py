@@ -5,6 +5,7 @@ which features are made and groups get their names; the second makes the rows. S
 and rows are sorted by content: neither the order of files nor how records are spread over them changes anything.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -86,6 +87,7 @@ class PoolRows:
     keys: list[str]
     ids: list[str]
     places: list[str]
+    categories: list[str]
     vectors: np.ndarray  # [n, F] float32
     languages: np.ndarray  # [n] int8
     answer_tokens: np.ndarray  # [n] float32
@@ -109,6 +111,7 @@ def pool_rows(
     share = measured / seen.records
     order: list[tuple[str, str, str, int]] = []
     places: list[str] = []
+    categories: list[str] = []
     parts: list[Rows] = []
     counts, drawn = [], []
     for chunk in chunks(pool):
@@ -119,6 +122,7 @@ def pool_rows(
         parts.append(Rows(rows.vectors, rows.counts[:0], rows.facts))
         order += [(*content_key(c), len(order) + i) for i, c in enumerate(chunk)]
         places += [c.source for c in chunk]
+        categories += [sys.intern(c.category) for c in chunk]
         report(len(chunk))
     if len(order) != seen.records:
         raise ValueError(
@@ -140,6 +144,7 @@ def pool_rows(
         [key for key, *_ in order],
         [name for _, _, name, _ in order],
         [places[number] for number in numbers],
+        [categories[number] for number in numbers],
         np.concatenate([part.vectors for part in parts])[numbers],
         column("language"),
         column("answer_tokens"),

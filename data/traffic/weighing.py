@@ -1,16 +1,18 @@
-"""Weights of compact rows: clusters and their shares, the density ratio, token counts, and bounds, one after the other.
+"""Weights of compact rows: shares of clusters, the density ratio, categories, token counts, and bounds, one by one.
 
 A cluster that the pool hardly holds cannot be raised to its share of the traffic: a few records would be drawn over and
 over. It is joined with the nearest cluster that the pool does hold, so that what is most like it is raised instead. How
 far that is from a match, the measures say.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from bitdraft.data.sampling import uniforms
+from bitdraft.data.traffic.categories import category_corrected
 from bitdraft.data.traffic.clusters import Clusters, fit_clusters
 from bitdraft.data.traffic.features import Rows
 from bitdraft.data.traffic.pool import PoolRows
@@ -79,10 +81,16 @@ class Estimate:
 
 
 def estimate(
-    pool: np.ndarray, fit: np.ndarray, tune: np.ndarray, clusters: Clusters, fitted: np.ndarray, seed: int
+    pool: np.ndarray,
+    fit: np.ndarray,
+    tune: np.ndarray,
+    clusters: Clusters,
+    fitted: np.ndarray,
+    seed: int,
+    categories: Sequence[str],
 ) -> Estimate:
     """For vectors ``pool [k, F]``, ``fit`` and ``tune`` of the traffic. ``fitted``: indices of the pool's records that
-    the density ratio is fitted to, ascending; the others' is predicted."""
+    models are fitted to, ascending. ``categories``: what the pool's records say that they are, ``k`` of them."""
     held = _held(clusters.assign(pool), clusters.assign(fit), clusters.count)
     nearest = Clusters(clusters.centres[held])
     of_pool, of_fit, of_tune = (nearest.assign(v) for v in (pool, fit, tune))
@@ -94,7 +102,10 @@ def estimate(
         ratio[rest] = found.predict(pool[rest])
     shares = post_stratified(of_pool, of_fit, nearest.count)
     refinement, _ = choose_beta(shares, of_pool, ratio, of_tune, found.predict(tune))
-    return Estimate(refinement.weights(of_pool, ratio), refinement.beta, nearest, of_pool, of_fit)
+    weights = refinement.weights(of_pool, ratio)
+    # Nothing is chosen after this, so what choices were made on counts too.
+    weights = category_corrected(weights, pool, categories, np.concatenate([fit, tune]), fitted, seed=seed)
+    return Estimate(weights, refinement.beta, nearest, of_pool, of_fit)
 
 
 def fit_groups(rows: PoolRows, fit: Rows, k: int, seed: int) -> Clusters:
@@ -108,7 +119,8 @@ def weigh(
     """``clusters``: of ``fit_groups``. ``answers``: whether they were read."""
     kept = np.flatnonzero(rows.kept)
     fitted = _fitted(rows, kept, settings.seed)
-    found = estimate(rows.vectors[kept], fit.vectors, tune.vectors, clusters, fitted, settings.seed)
+    categories = [rows.categories[i] for i in kept]
+    found = estimate(rows.vectors[kept], fit.vectors, tune.vectors, clusters, fitted, settings.seed, categories)
     raw = found.weights
     # Token ids and estimates from characters are not compared with each other.
     counted = np.concatenate([rows.counted[kept], fit.facts.counted])

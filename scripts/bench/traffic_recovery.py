@@ -3,8 +3,8 @@
     python scripts/bench/traffic_recovery.py --sets SETS --json docs/results/traffic_recovery.json
 
 ``SETS`` is a folder of prompt files (``MIX`` names them). Every seed draws other records, matches the pool to the
-traffic by what is asked (``data/traffic``), and compares the mean weight of each category with the exact one, the
-traffic's share over the pool's.
+traffic by what is asked (``data/traffic``; the traffic's categories are not looked at), and compares the mean weight
+of each category with the exact one, the traffic's share over the pool's. No part of the draws is left uniform.
 """
 
 import json
@@ -32,18 +32,18 @@ from bitdraft.train.environment import machine_facts, stop_cleanly
 
 MIX = {
     # file: percent of the pool, of the traffic
-    "awesome_prompts": (6, 6),
+    "awesome_prompts": (6, 5),
     "glaive_toolcall": (3, 10),
     "gpteacher_code": (18, 7),
-    "gpteacher_roleplay": (8, 6),
-    "gsm8k_train": (32, 10),
+    "gpteacher_roleplay": (8, 5),
+    "gsm8k_train": (32, 8),
     "llamafactory_chat": (4.5, 8),
-    "mbpp_train": (2, 7),
+    "mbpp_train": (2, 8),
     "nq_open": (9, 5),
-    "oasst_prompts": (4, 7),
-    "oasst_zh": (3, 9),
+    "oasst_prompts": (4, 8),
+    "oasst_zh": (3, 8),
     "self_instruct_seeds": (1.5, 2),
-    "sgd_dialogues": (3, 14),
+    "sgd_dialogues": (3, 17),
     "t0_tasks": (6, 9),
 }
 
@@ -60,14 +60,14 @@ class Options:
     """Records of the pool."""
     traffic: int = 3300
     """Records of the traffic, of which 68 % are fitted to."""
-    seeds: int = 5
+    seeds: int = 10
 
 
 def main(options: Options) -> None:
     rows = []
     for seed in range(options.seeds):
         pool, traffic, exact = _drawn(options, seed)
-        settings = MatchSettings(read="prompts", seed=seed, shares=(0.68, 0.18, 0.14))
+        settings = MatchSettings(read="prompts", seed=seed, shares=(0.68, 0.18, 0.14), uniform=0.0)
         found = match(partial(iter, pool), traffic, settings, progress=_silent)
         rows.append(_row(seed, pool, exact, found))
         print(
@@ -96,15 +96,18 @@ def _drawn(options: Options, seed: int) -> tuple[list[Conversation], list[Conver
     for name, (of_pool, of_traffic) in MIX.items():
         path = options.sets / f"{name}.jsonl"
         records = list({c.key: c for c in read_conversations([path])}.values())
-        counts = [round(options.pool * of_pool / 100), round(options.traffic * of_traffic / 100)]
-        if sum(counts) > len(records):
+        counts = [options.pool * of_pool / 100, options.traffic * of_traffic / 100]
+        if round(sum(counts)) > len(records):
             raise ValueError(
-                f"{path} has {len(records)} records, but {sum(counts)} are needed: lower --pool or --traffic"
+                f"{path} has {len(records)} records, but {round(sum(counts))} are needed: lower --pool or --traffic"
             )
         drawn = [records[i] for i in np.argsort(uniforms([c.key for c in records], "recovery", seed))]
-        pool += drawn[: counts[0]]
-        traffic += drawn[counts[0] : sum(counts)]
-        exact |= {c.key: of_traffic / of_pool for c in drawn[: counts[0]]}
+        for category in sorted({c.category for c in drawn}):  # each in the file's share: chance moves no weight
+            some = [c for c in drawn if c.category == category]
+            of_all = [round(count * len(some) / len(drawn)) for count in counts]
+            pool += some[: of_all[0]]
+            traffic += some[of_all[0] : sum(of_all)]
+            exact |= {c.key: of_traffic / of_pool for c in some[: of_all[0]]}
     return pool, traffic, exact
 
 
