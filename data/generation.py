@@ -18,11 +18,13 @@ from bitdraft.quant.target import LowBitTarget
 
 # R row of the batch, N new token, V vocabulary.
 
-WORTH_DROPPING = 0.9
-"""Share of rows still going at which finished ones make room: it copies few rows, but a prefill of few is slow."""
+WORTH_FILLING = 0.8
+"""Share of the batch still going at which waiting prompts are read: to read few at a time is slow."""
 
 PREFILL_TOKENS = 16_384
 """Of prompts that are read at once, padding included, unless a single one is longer."""
+WORTH_A_PASS = 64
+"""Padding tokens that cost about as much as one more pass over prompts."""
 
 Choose = Callable[[Tensor, Tensor], Tensor]
 """Logits ``[R, V]`` and numbers in [0, 1) ``[R]`` → tokens ``[R]``."""
@@ -59,28 +61,30 @@ def decoded_answers(
 ) -> list[list[int]]:
     """The target's continuation of every prompt, the end-of-turn token included, in the given order.
 
-    The batch stays full: rows whose answer ended leave together and waiting prompts take their place, longest
-    first, so that prompts of a batch are of similar length. ``follow_up`` is called with every finished answer; the
-    prompt it returns is answered too, and its index is the next free one.
+    The batch stays full: rows whose answer has ended leave, and waiting prompts take their place, the shortest first.
+    So prompts of a batch are of similar length, and newcomers about as long as what the others have become by then;
+    attention is as wide as the longest row. ``follow_up`` is called with every finished answer; the prompt it returns
+    is answered too, and its index is the next free one.
     """
     asked, answers = list(prompts), [list[int]() for _ in prompts]
-    waiting = sorted(range(len(asked)), key=lambda i: (len(asked[i]), -i))  # the longest stands last
+    waiting = sorted(range(len(asked)), key=lambda i: (-len(asked[i]), -i))  # the shortest stands last
     ends = torch.tensor(sorted(end_ids), device=target.device)
     rows: _Rows | None = None
     with packed_weights(target.model):
         while waiting or rows:
-            if rows is None or (waiting and rows.count <= WORTH_DROPPING * batch_size):
+            if rows is None or (waiting and rows.count <= WORTH_FILLING * batch_size):
                 free = batch_size - (rows.count if rows else 0)
-                longest = max(len(asked[waiting[-1]]), 1)
-                at_once = max(1, PREFILL_TOKENS // longest)  # long prompts come a few at a time
-                chosen = [waiting.pop() for _ in range(min(free, at_once, len(waiting)))]
-                admitted = _prefilled(target, chosen, [asked[i] for i in chosen], max_new_tokens, uniforms)
-                rows = rows.joined(admitted) if rows else admitted
-            tokens = choose(target.logits(rows.last), rows.uniforms.gather(1, rows.steps[:, None]).squeeze(1))  # [R]
-            before = rows.going
-            rows.write(tokens, ends)
-            ended = (before & ~rows.going).nonzero().squeeze(1).tolist()
-            report(len(ended), int(before.sum()))
+                chosen = [waiting.pop() for _ in range(min(free, len(waiting)))]
+                for group in _alike(chosen, [len(asked[i]) for i in chosen]):
+                    last = group[-1] if rows else waiting[0] if waiting else chosen[-1]
+                    slots = len(asked[last]) + max_new_tokens  # the first cache has room for all that are to come
+                    admitted = _prefilled(target, group, [asked[i] for i in group], slots, max_new_tokens, uniforms)
+                    rows = rows.joined(admitted) if rows else admitted
+            assert rows is not None
+            tokens = choose(target.logits(rows.last), rows.uniforms.gather(1, rows.counts[:, None]).squeeze(1))  # [R]
+            over = rows.write(tokens, ends)  # [R]
+            ended = over.nonzero().squeeze(1).tolist()
+            report(len(ended), rows.count)
             for row in ended:
                 index = rows.indices[row]
                 answers[index] = rows.written[row, : int(rows.counts[row])].tolist()
@@ -88,13 +92,29 @@ def decoded_answers(
                 if further is not None:
                     asked.append(further)
                     answers.append([])
-                    insort(waiting, len(asked) - 1, key=lambda i: (len(asked[i]), -i))
-            if int(rows.going.sum()) <= WORTH_DROPPING * rows.count:
-                keep = _closed_up(rows.going)
+                    insort(waiting, len(asked) - 1, key=lambda i: (-len(asked[i]), -i))
+            if ended:
+                keep = _closed_up(~over)
                 rows, tokens = rows.kept(keep), tokens[keep]
             if rows is not None:
                 rows.advance(target, tokens)
     return answers
+
+
+def _alike(chosen: list[int], lengths: list[int]) -> list[list[int]]:
+    """``chosen`` in groups that are read at once: neighbours, with little padding and not too many tokens.
+
+    ``lengths``: ascending.
+    """
+    groups: list[list[int]] = []
+    padding = 0
+    for number, length, before in zip(chosen, lengths, [0, *lengths], strict=False):
+        padding += len(groups[-1]) * (length - before) if groups else 0
+        if not groups or padding > WORTH_A_PASS or (len(groups[-1]) + 1) * length > PREFILL_TOKENS:
+            groups.append([])
+            padding = 0
+        groups[-1].append(number)
+    return groups
 
 
 @dataclass
@@ -104,7 +124,6 @@ class _Rows:
     indices: list[int]  # [R] which prompt each row answers
     lengths: Tensor  # [R] tokens in the cache
     last: Tensor  # [R, H] the target's hidden state at the newest token
-    going: Tensor  # [R] bool: rows whose answer ended ride along where they are until enough have
     written: Tensor  # [R, N] the answers so far
     counts: Tensor  # [R] tokens written
     uniforms: Tensor  # [R, N] fp64
@@ -114,17 +133,11 @@ class _Rows:
     def count(self) -> int:
         return len(self.indices)
 
-    @property
-    def steps(self) -> Tensor:
-        """``[R]``: which token of its answer each row writes next (for rows that have ended, any)."""
-        return self.counts.clamp(max=self.written.shape[1] - 1)
-
-    def write(self, tokens: Tensor, ends: Tensor) -> None:
-        """Take the next tokens ``[R]`` of the rows that are going, and see which of them go on."""
-        here = torch.arange(self.written.shape[1], device=tokens.device) == self.counts[:, None]  # [R, N]
-        self.written = torch.where(here & self.going[:, None], tokens[:, None], self.written)
-        self.counts = self.counts + self.going
-        self.going = self.going & ~torch.isin(tokens, ends) & (self.counts < self.written.shape[1])
+    def write(self, tokens: Tensor, ends: Tensor) -> Tensor:
+        """Take the next tokens ``[R]``; returns which rows have ended with them, bool ``[R]``."""
+        self.written.scatter_(1, self.counts[:, None], tokens[:, None])
+        self.counts = self.counts + 1
+        return torch.isin(tokens, ends) | (self.counts == self.written.shape[1])
 
     def joined(self, other: "_Rows") -> "_Rows":
         self.cache.join(other.cache)
@@ -132,7 +145,6 @@ class _Rows:
             self.indices + other.indices,
             torch.cat([self.lengths, other.lengths]),
             torch.cat([self.last, other.last]),
-            torch.cat([self.going, other.going]),
             torch.cat([self.written, other.written]),
             torch.cat([self.counts, other.counts]),
             torch.cat([self.uniforms, other.uniforms]),
@@ -147,7 +159,6 @@ class _Rows:
             [self.indices[i] for i in rows.tolist()],
             self.lengths[rows],
             self.last[rows],
-            self.going[rows],
             self.written[rows],
             self.counts[rows],
             self.uniforms[rows],
@@ -156,9 +167,8 @@ class _Rows:
 
     def advance(self, target: LowBitTarget, tokens: Tensor) -> None:
         self.last = target.states(tokens[:, None], cache=self.cache, lengths=self.lengths).last_hidden[:, 0]
-        kept = self.going.to(self.lengths.dtype)  # [R]
-        self.cache.commit(torch.zeros_like(tokens)[:, None], kept)
-        self.lengths = self.lengths + kept
+        self.cache.commit(torch.zeros_like(tokens)[:, None], torch.ones_like(tokens))
+        self.lengths = self.lengths + 1
 
 
 def _closed_up(going: Tensor) -> Tensor:
@@ -174,19 +184,19 @@ def _prefilled(
     target: LowBitTarget,
     indices: list[int],
     prompts: Sequence[Sequence[int]],
+    slots: int,
     max_new_tokens: int,
     uniforms: Uniforms | None,
 ) -> _Rows:
     device, count = target.device, len(indices)
     lengths = torch.tensor([len(p) for p in prompts], device=device)  # [R]
-    cache = target.new_cache(int(lengths.max()) + max_new_tokens)
+    cache = target.new_cache(slots)
     states = target.prefill(right_padded(prompts).to(device), lengths, cache=cache)
     numbers = torch.stack([uniforms(i) for i in indices]) if uniforms else torch.zeros(count, max_new_tokens)
     return _Rows(
         indices,
         lengths,
         states.last_hidden[torch.arange(count, device=device), lengths - 1],
-        torch.ones_like(lengths, dtype=torch.bool),
         torch.zeros(count, max_new_tokens, dtype=torch.int64, device=device),
         torch.zeros_like(lengths),
         numbers.to(device, torch.float64),

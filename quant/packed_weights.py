@@ -1,7 +1,8 @@
-"""Weights laid out once for products of few rows, as decoding has them.
+"""Weights laid out once for many products, as decoding has them.
 
 On a CPU torch multiplies bf16 through oneDNN, which copies the weight into a layout of its own in every call. For the
-few rows of a decoding step the copy is a good part of the product; made once, the product has the same bits.
+few rows of a decoding step the copy is a good part of the product, for those of a short prompt a small one; made once,
+the product has the same bits.
 """
 
 from collections.abc import Iterator
@@ -16,15 +17,14 @@ from bitdraft.quant.linear import LowBitLinear
 
 # N row, M output channel, K input channel.
 
-FEW_ROWS = 128
-"""More rows are multiplied as ever: there the copy costs nothing."""
+_USUAL_ROWS = 32  # the layout suits any number of rows; oneDNN wants to know of one
 _MOST_BYTES = 2 * 1024**3  # of weights that are held twice
 
 
 @contextmanager
 def packed_weights(model: nn.Module) -> Iterator[int]:
-    """Within the block, the model's linear layers multiply few rows by weights that are laid out for it; yields how
-    many layers that is. None where it brings nothing: on other devices and in other dtypes, and for models whose
+    """Within the block, the model's linear layers multiply by weights that are laid out for it; yields how many
+    layers that is. None where it brings nothing: on other devices and in other dtypes, and for models whose
     weights are too large to be held twice. No gradient flows through such a product.
     """
     layers = [m for m in model.modules() if isinstance(m, nn.Linear | LowBitLinear) and _gains(m)]
@@ -32,7 +32,7 @@ def packed_weights(model: nn.Module) -> Iterator[int]:
         layers = []
     with ExitStack() as undo:
         for layer in layers:
-            packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), FEW_ROWS // 4)
+            packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _USUAL_ROWS)
             if isinstance(layer, LowBitLinear):  # which adds its bias behind the scales
                 layer.packed = partial(_product, packed, layer.weight, None)
                 undo.callback(setattr, layer, "packed", None)
@@ -57,7 +57,7 @@ def _gains(layer: nn.Linear | LowBitLinear) -> bool:
 def _product(packed: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     """``[..., K]`` → ``[..., M]``."""
     rows = x.numel() // x.shape[-1]
-    if not 0 < rows <= FEW_ROWS or x.dtype != packed.dtype or torch.is_autocast_enabled("cpu"):
+    if rows == 0 or x.dtype != packed.dtype or torch.is_autocast_enabled("cpu"):
         return linear(x, weight, bias)
     flat = x.reshape(rows, x.shape[-1])
     product: Tensor = torch.ops.mkldnn._linear_pointwise(flat, packed, bias, "none", [], "")

@@ -89,12 +89,21 @@ class KeySlots:
     def join(self, other: "KeySlots") -> None:
         """Write the rows of ``other`` behind those here."""
         first, rows, used = self.owner.rows, other.owner.rows, other.owner.used
-        self.keys = _room_for(self.keys, first + rows, self.owner.slots)
-        self.values = _room_for(self.values, first + rows, self.owner.slots)
+        self.keys, self.values = (self._with_room_for(x, first + rows) for x in (self.keys, self.values))
         assert other.keys is not None and other.values is not None
         self.keys[first : first + rows, :, :used] = other.keys[:rows, :, :used]
         self.values[first : first + rows, :, :used] = other.values[:rows, :, :used]
         other.keys = other.values = other.keys.new_empty(0)
+
+    def _with_room_for(self, x: Tensor | None, rows: int) -> Tensor:
+        """``[B, heads, S, width]`` as it is, or what is in use of it in memory with room for ``rows`` rows."""
+        assert x is not None
+        if x.shape[0] >= rows and x.shape[2] >= self.owner.slots:
+            return x
+        here, used = self.owner.rows, self.owner.used
+        larger = x.new_zeros(max(rows, x.shape[0]), x.shape[1], max(self.owner.slots, x.shape[2]), x.shape[3])
+        larger[:here, :, :used] = x[:here, :, :used]
+        return larger
 
 
 class KeysAndStates(NodeStates):
@@ -133,13 +142,3 @@ class Nothing:
     def commit(self, path: Tensor, kept: Tensor) -> None: ...
     def keep_rows(self, rows: Tensor) -> None: ...
     def join(self, other: "Nothing") -> None: ...
-
-
-def _room_for(x: Tensor | None, rows: int, slots: int) -> Tensor:
-    """``[B, heads, S, width]`` as it is, or copied into memory with at least ``rows`` rows and ``slots`` slots."""
-    assert x is not None
-    if x.shape[0] >= rows and x.shape[2] >= slots:
-        return x
-    larger = x.new_zeros(max(rows, x.shape[0]), x.shape[1], max(slots, x.shape[2]), x.shape[3])
-    larger[: x.shape[0], :, : x.shape[2]] = x
-    return larger

@@ -1,6 +1,5 @@
 """Sampled answers: the distribution, the independence of batch and order, a slow transcription."""
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -131,7 +130,7 @@ def test_temperature_0_is_greedy(target: LowBitTarget) -> None:
 
 
 def test_prompts_of_a_batch_are_of_similar_length(target: LowBitTarget, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longest first, follow-ups among those that wait."""
+    """Shortest first, follow-ups among those that wait."""
     run, admitted = target.prefill, list[list[int]]()
 
     def watched(input_ids: torch.Tensor, lengths: torch.Tensor, **options: Any) -> Any:
@@ -146,9 +145,48 @@ def test_prompts_of_a_batch_are_of_similar_length(target: LowBitTarget, monkeypa
         end_ids=set(),
         max_new_tokens=2,
         batch_size=2,
-        follow_up=lambda index, answer: [2] * 15 if index == 1 else None,
+        follow_up=lambda index, answer: [2] * 15 if index == 0 else None,
     )
-    assert Counter(map(tuple, admitted)) == Counter([(30, 21), (15, 9), (8, 4), (3,)])
+    assert admitted == [[3, 4], [8, 9], [15, 21], [30]]
+
+
+def test_prompts_that_are_read_at_once_hold_little_padding(
+    target: LowBitTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[7 + i] * n for i, n in enumerate((3, 4, 4, 9, 9, 9, 30))]
+    options: dict[str, Any] = {"end_ids": set(), "max_new_tokens": 5, "batch_size": 7}
+    expected = greedy_answers(target, prompts, **options)
+    read, groups = target.prefill, list[list[int]]()
+
+    def watched(input_ids: torch.Tensor, lengths: torch.Tensor, **told: Any) -> Any:
+        groups.append(lengths.tolist())
+        return read(input_ids, lengths, **told)
+
+    monkeypatch.setattr(target, "prefill", watched)
+    for allowed, wanted in (
+        (0, [[3], [4, 4], [9, 9, 9], [30]]),
+        (1, [[3, 4, 4], [9, 9, 9], [30]]),
+        (16, [[3, 4, 4, 9, 9, 9], [30]]),
+        (142, [[3, 4, 4, 9, 9, 9, 30]]),
+    ):
+        groups.clear()
+        monkeypatch.setattr(generation, "WORTH_A_PASS", allowed)
+        assert greedy_answers(target, prompts, **options) == expected
+        assert groups == wanted
+
+
+def test_memory_for_the_longest_prompt_is_asked_for_once(target: LowBitTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows grow longer from prompt to prompt; a cache that grew with them would be copied every time."""
+    made, slots = target.new_cache, list[int]()
+
+    def watched(number: int) -> Any:
+        slots.append(number)
+        return made(number)
+
+    monkeypatch.setattr(target, "new_cache", watched)
+    prompts = [[7] * n for n in (3, 4, 20, 30)]
+    greedy_answers(target, prompts, end_ids=set(), max_new_tokens=5, batch_size=2)
+    assert slots[0] == 35
 
 
 def test_long_prompts_are_read_a_few_at_a_time(target: LowBitTarget, monkeypatch: pytest.MonkeyPatch) -> None:
