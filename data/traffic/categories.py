@@ -18,8 +18,8 @@ from sklearn.model_selection import StratifiedKFold
 
 # n record of the pool, m of the traffic, F feature, C category.
 
-FEWEST = 20
-"""Records that make a category; smaller ones are taken together."""
+FEWEST, MOST = 20, 64
+"""Records that make a category, and categories; the smaller ones are taken together."""
 EXPECTED = 0.2
 """Standard deviation of the factors' logarithms before anything is seen: where little is read, factors are 1."""
 _FITTED = 20_000
@@ -42,10 +42,11 @@ def category_corrected(
     ``fitted``: indices of the records that may be learned from; they are read by models that have not seen them. With
     fewer than two categories nothing changes.
     """
-    labels = _labels(categories)
     some = fitted[:: -(-len(fitted) // _FITTED)]
+    known = _large(Counter(categories[i] for i in some))
+    labels = np.array([name if name in known else "" for name in categories])
     names, label_of = np.unique(labels[some], return_inverse=True)
-    if len(names) < 2 or np.bincount(label_of).min() < _FOLDS:
+    if len(names) < 2:
         return weights / weights.mean()
     of_pool, of_traffic = _readings(pool[some], label_of, traffic, seed)
     logs = _factors(weights[some], label_of, of_pool, of_traffic)
@@ -54,13 +55,12 @@ def category_corrected(
     return np.asarray(corrected / corrected.mean())
 
 
-def _labels(categories: Sequence[str]) -> np.ndarray:
-    """Small categories and none are one; if these are few records too, they go with the next smallest."""
-    counts = Counter(categories)
-    small = {name for name, count in counts.items() if not name or count < FEWEST}
-    if sum(counts[name] for name in small) < FEWEST:
-        small |= set(sorted(counts.keys() - small, key=lambda name: (counts[name], name))[:1])
-    return np.array(["" if name in small else name for name in categories])
+def _large(counts: Counter[str]) -> set[str]:
+    """Categories that stand alone. All others, and records without one, are one more; where these are few, the smallest
+    of those joins them."""
+    by_size = sorted((name for name in counts if name and counts[name] >= FEWEST), key=lambda n: (-counts[n], n))[:MOST]
+    rest = counts.total() - sum(counts[name] for name in by_size)
+    return set(by_size[:-1] if 0 < rest < FEWEST else by_size)
 
 
 def _readings(pool: np.ndarray, label_of: np.ndarray, traffic: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:

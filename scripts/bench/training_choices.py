@@ -54,6 +54,8 @@ class Options:
     prompts: int = 770
     """Training prompts."""
     answer_tokens: int = 128
+    temperature: float = 0.0
+    """Of the training answers; 0 is greedy."""
     steps: int = 300
     tuning_steps: int = 100
     """Of arms that go on from another."""
@@ -95,7 +97,7 @@ def arms(options: Options) -> list[Arm]:
         prompts=options.prompts,
         seed=options.seed,
         resume=True,
-        answers=AnswersConfig(max_new_tokens=options.answer_tokens),
+        answers=AnswersConfig(max_new_tokens=options.answer_tokens, temperature=options.temperature),
         eagle3=Eagle3Config(steps=k, draft_vocab_size=4096),
         medusa=MedusaConfig(heads=k),
         optim=OptimConfig(steps=options.steps),

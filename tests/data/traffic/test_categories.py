@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from bitdraft.data.traffic.categories import FEWEST, category_corrected
+from bitdraft.data.traffic.categories import FEWEST, MOST, category_corrected
 
 NAMES = np.array(["chat", "code", "math"])
 
@@ -73,6 +73,7 @@ def test_records_beyond_the_sample_get_their_categorys_factor() -> None:
         (["one"] * 60 + ["two"] * 35 + ["rare"] * 5, 2),
         (["one"] * 95 + ["rare"] * 5, 1),
         ([str(i) for i in range(100)], 1),
+        (["one"] * 60 + [""] * 40, 2),
     ],
 )
 def test_small_categories_are_taken_together(names: list[str], apart: int) -> None:
@@ -82,3 +83,11 @@ def test_small_categories_are_taken_together(names: list[str], apart: int) -> No
     vectors[80:] -= 2
     weights = corrected(np.ones(100), vectors, names, chance.standard_normal((500, 4)) + 1)
     assert len(set(weights.round(9))) == apart
+
+
+def test_of_very_many_categories_the_largest_count() -> None:
+    names = [f"kind {i % (MOST + 40)}" for i in range((MOST + 40) * FEWEST)]
+    chance = np.random.default_rng(10)
+    pool = chance.standard_normal((len(names), 3))
+    weights = corrected(np.ones(len(names)), pool, names, chance.standard_normal((200, 3)) + 0.3)
+    assert 2 <= len(set(weights.round(9))) <= MOST + 1
