@@ -16,6 +16,8 @@ from tqdm import tqdm
 from bitdraft.data.batches import make_batch
 from bitdraft.data.chat import Example
 from bitdraft.data.packing import by_length, document_length
+from bitdraft.quant.first_choice import first_choice, log_normaliser
+from bitdraft.quant.fp32_products import fast_fp32
 from bitdraft.quant.target import LowBitTarget
 
 # B sequence in the group, T position, R supervised row, A captured layer, H hidden, V vocabulary.
@@ -111,11 +113,12 @@ def groups_for(target: LowBitTarget, lengths: Sequence[int], tokens_at_once: int
 def _group_states(target: LowBitTarget, examples: Sequence[Example], layers: Sequence[int]) -> list[DocumentStates]:
     """The states of examples that run together, in their order."""
     tokens = make_batch(examples).tokens.to(target.device)  # [B, T]
-    states = target.states(tokens, capture=layers)
     stretches = [predicting_rows(e) for e in examples]
-    supervised = torch.cat([h[a:b] for h, (a, b) in zip(states.last_hidden, stretches, strict=True)])  # [R, H]
     counts = [b - a for a, b in stretches]
-    choices, normalisers = (x.split(counts) for x in _teacher(target, supervised))
+    with fast_fp32(target.model):
+        states = target.states(tokens, capture=layers)
+        supervised = torch.cat([h[a:b] for h, (a, b) in zip(states.last_hidden, stretches, strict=True)])  # [R, H]
+        choices, normalisers = (x.split(counts) for x in _teacher(target, supervised))
     return [
         DocumentStates(
             states.captured[row, :n],
@@ -134,9 +137,9 @@ def _teacher(target: LowBitTarget, last_hidden: Tensor, rows: int = 512) -> tupl
     normalisers = torch.zeros(len(last_hidden), device=last_hidden.device)
     for start in range(0, len(last_hidden), rows):
         part = slice(start, start + rows)
-        logits = target.logits(last_hidden[part])
-        choices[part] = logits.max(-1).indices
-        normalisers[part] = logits.float().logsumexp(-1)
+        logits = target.logits(last_hidden[part]).float()
+        top, choices[part] = first_choice(logits)
+        normalisers[part] = log_normaliser(top, choices[part], logits.softmax(-1))
     return choices, normalisers
 
 

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import AutoTokenizer
 
 from bitdraft.quant.apply import Applied, apply_recipe
@@ -26,6 +25,7 @@ from bitdraft.quant.attention.layer_kinds import LayerKinds, layer_kinds
 from bitdraft.quant.checkpoints.attach import attach
 from bitdraft.quant.checkpoints.cache_scales import stored_rounding
 from bitdraft.quant.fingerprint import digest_of, fingerprint_of
+from bitdraft.quant.fp32_products import frozen_product
 from bitdraft.quant.linear import LowBitLinear
 from bitdraft.quant.loading import first_line, load_model, placed, placed_text, read_config, stored_checkpoint
 from bitdraft.quant.profiles import profile_named
@@ -229,9 +229,9 @@ class LowBitTarget:
             return self.logits
         if isinstance(head, LowBitLinear | TransformedInput):  # its blocks may span rows
             return lambda last_hidden: self.logits(last_hidden)[..., ids]
-        rows = head.weight[ids]
-        bias = None if head.bias is None else head.bias[ids]
-        return lambda last_hidden: self.finish_logits(linear(last_hidden, rows, bias))
+        rows = head.weight.detach()[ids]
+        bias = None if head.bias is None else head.bias.detach()[ids]
+        return lambda last_hidden: self.finish_logits(frozen_product(last_hidden, rows, bias))
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         """What the architecture does to the output head's product before it is called logits."""

@@ -66,22 +66,23 @@ class _TrainingTimeTest(torch.autograd.Function):
                 heads = _by_key_head(merged, value)  # a view
                 heads.addcmul_(_by_key_head((scores - whole).exp()[..., None], value), value[:, :, None].to(heads))
             out, lse = merged.to(q.dtype), whole
-        ctx.documents = documents
-        ctx.save_for_backward(q, *both, out, lse)
+        ctx.documents, ctx.steps = documents, len(keys)
+        ctx.save_for_backward(q, *both, out, lse, *own)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, *both, out, lse = ctx.saved_tensors
-        keys, values = both[: len(both) // 2], both[len(both) // 2 :]
+        steps = ctx.steps
+        q, *rest = ctx.saved_tensors
+        keys, values, (out, lse, *own) = rest[:steps], rest[steps : 2 * steps], rest[2 * steps :]
         # Of the queries in the accumulation dtype, so that the steps' shares are rounded once.
         grad_q, *of_past = kernel_for(q).backward(grad, q, keys[0], values[0], out, lse, ctx.documents)
         grad_keys, grad_values = [of_past[0]], [of_past[1]]
         wide = grad.to(lse.dtype)
         common = (wide * out).sum(-1)  # [R, H]: Σ of the weights times their gradients, over all keys
-        for key, value in zip(keys[1:], values[1:], strict=True):
-            weights = (_own_scores(q, key) - lse).exp()
+        for key, value, scores in zip(keys[1:], values[1:], own, strict=True):
+            weights = (scores - lse).exp()
             of_scores = weights * (_dots(wide, value) - common) * q.shape[-1] ** -0.5
             heads = _by_key_head(of_scores[..., None], key)
             _by_key_head(grad_q, key).addcmul_(heads, key[:, :, None].to(grad_q))

@@ -30,7 +30,8 @@ from bitdraft.quant.target import LowBitTarget, TargetStates
 from bitdraft.speculators.attention import training_time_test_attention
 from bitdraft.speculators.base import DraftContext, DraftHead, DraftState, StartBatches, check_layers, rows_at
 from bitdraft.speculators.documents import Documents
-from bitdraft.speculators.eagle3_layer import DecoderLayer, LayerShape, Norm, unbatched
+from bitdraft.speculators.eagle3_inputs import training_inputs
+from bitdraft.speculators.eagle3_layer import DecoderLayer, LayerShape, Norm
 from bitdraft.speculators.eagle3_start import capture_scale, least_squares_start
 from bitdraft.speculators.low_rank import LowRankOutput
 from bitdraft.speculators.products import Linear
@@ -216,22 +217,20 @@ class Eagle3Head(DraftHead):
     def training_outputs(self, states: TargetStates, tokens: Tensor, documents: Documents) -> Tensor:
         # Only keys and values are needed at every row; queries and the rest of the layer where drafts begin.
         rows, positions = documents.rows, documents.positions
-        fused = self.fuse(states.captured)  # [N, H]
-        u = self.layer.inputs(self._embedded(tokens[documents.following]), fused)  # [N, 2H]; row t reads x_{t+1}
-        key, value = self.layer.keys_values(u[None], positions[None])
-        keys, values = [unbatched(key)], [unbatched(value)]
-        g, u = fused[rows], u[rows]  # [R, …]
-        positions = positions[rows]
+        g = self.fuse(states.captured)  # [N, H]
+        inputs = training_inputs(self.layer, self._embedded(tokens[documents.following]))  # row t reads x_{t+1}
+        step = inputs.first(g, rows, positions)
+        keys, values = [step.key], [step.value]
+        g, positions = g.index_select(0, rows), positions[rows]  # [R, …]
         outputs = []
         for k in range(self.config.steps):
             if k > 0:
-                u = self.layer.inputs(self._embedded(tokens[documents.ahead(1 + k)]), g)  # x_{t+1+k}
-                key, value = self.layer.keys_values(u[None], positions[None] + k)
-                keys.append(unbatched(key))
-                values.append(unbatched(value))
-            q = unbatched(self.layer.queries(u[None], positions[None] + k))
-            attended = training_time_test_attention(q, keys, values, documents)  # [R, heads, D]
-            normed, g = self._advance(self._finish(self.layer.residual(g, u), attended.flatten(-2)))
+                step = inputs.later(g, documents.ahead(k), positions + k)  # x_{t+1+k}
+                keys.append(step.key)
+                values.append(step.value)
+            attended = training_time_test_attention(step.q, keys, values, documents)  # [R, heads, D]
+            residual = step.normed if self.config.norm_before_residual else g
+            normed, g = self._advance(self._finish(residual, attended.flatten(-2)))
             outputs.append(normed)
         read = torch.stack(outputs)  # [K, R, H]
         return self.lm_head.project(read) if isinstance(self.lm_head, LowRankOutput) else read

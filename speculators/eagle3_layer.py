@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
 from bitdraft.speculators.products import Linear
 
@@ -84,6 +84,10 @@ def unbatched(heads: Tensor) -> Tensor:
     return heads[0].transpose(0, 1)
 
 
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x * cos + rotate_half(x) * sin
+
+
 class Norm(nn.RMSNorm):
     """RMSNorm in the weight's dtype: fp32 masters keep it in fp32 under autocast, on the fused kernel."""
 
@@ -143,13 +147,27 @@ class DecoderLayer(nn.Module):
         keys = self._rotated(self._heads(self.self_attn.k_proj(u)), self.self_attn.k_norm, positions)
         return keys, self._heads(self.self_attn.v_proj(u))
 
+    def rotated_heads(self, qk: Tensor, positions: Tensor, queries: int) -> tuple[Tensor, Tensor]:
+        """Products ``[T, Q + S]``, the first ``queries`` of which belong to queries, of rows at ``positions`` ``[T]``
+        → rotated queries ``[T, N, D]`` and keys ``[T, N_kv, D]``."""
+        heads, split = self.by_head(qk), queries // self.head_dim  # [T, N + N_kv, D]
+        if not isinstance(self.self_attn.q_norm, nn.Identity):
+            heads = torch.cat([self.self_attn.q_norm(heads[:, :split]), self.self_attn.k_norm(heads[:, split:])], 1)
+        cos, sin = self.rotary(qk, positions[None])
+        heads = _rotated(heads, cos[0, :, None], sin[0, :, None])
+        return heads[:, :split], heads[:, split:]
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """``[…, N·D]`` → ``[…, N, D]``, a view."""
+        return x.unflatten(-1, (-1, self.head_dim))
+
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return self.by_head(x).transpose(1, 2)
 
     def _rotated(self, x: Tensor, norm: nn.Module, positions: Tensor) -> Tensor:
         x = norm(x).to(x.dtype)  # fp32 norms give fp32, also where attention runs in bf16
         cos, sin = self.rotary(x, positions)
-        return apply_rotary_pos_emb(x, x, cos, sin)[0]
+        return _rotated(x, cos[:, None], sin[:, None])
 
     def residual(self, g: Tensor, u: Tensor) -> Tensor:
         """What the layer adds to, ``[B, T, H]``: the state, or its normed half of ``u`` if the switch is set."""

@@ -25,6 +25,7 @@ from bitdraft.quant.recipe import Rule
 from bitdraft.quant.schemes import Scheme
 from bitdraft.quant.straight_through import saturates_above
 from bitdraft.quant.weights import scaled_weights
+from bitdraft.speculators.products import Linear
 
 # N row, M output channel, K input channel.
 
@@ -194,9 +195,9 @@ class TrainedLinear(nn.Linear):
         """The static scale that its inputs are trained with, if ``rule`` puts them in the same format."""
         return self.input_global_scale if rule.activations == self.fused.how.rule.activations else None
 
-    def plain(self) -> nn.Linear:
+    def plain(self) -> Linear:
         """The 16-bit layer with the masters, the very objects."""
-        layer = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
+        layer = Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
         layer.weight, layer.bias = self.weight, self.bias
         return layer.train(self.training)
 

@@ -27,12 +27,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bitdraft.speculators.products import add_product, prefers_onednn, times
+from bitdraft.quant.first_choice import first_choice, log_normaliser
+from bitdraft.quant.fp32_products import prefers_onednn, times
+from bitdraft.speculators.products import add_product
 
 # K draft step, N supervised position, n positions of a chunk, D draft vocabulary, V target vocabulary, H hidden.
 
 LEAST_ACCEPTANCE = 1e-30  # −log α is that of this where α is less: 1 / α stays finite
-_BLOCK = 128  # vocabulary entries per block of the two-stage argmax
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,11 @@ class _Problem:
     rows: int
 
     @cached_property
+    def transposed(self) -> Tensor:
+        """``[H, D]`` or ``[K, H, D]``: for the students' gradients, in the layout that oneDNN multiplies fastest."""
+        return self.weight.mT.contiguous() if prefers_onednn(self.weight) else self.weight.mT
+
+    @cached_property
     def chunks(self) -> list[tuple[slice, list[slice | Tensor | None]]]:
         """Positions of every chunk and, within the chunk, those to compute at each step: all, some or none.
 
@@ -201,10 +207,10 @@ class _Teacher(NamedTuple):
     def at(problem: _Problem, part: slice, scratch: Tensor) -> "_Teacher":
         logits = problem.teacher_logits(problem.teacher[part]).float()  # [n, D]
         probabilities = torch.softmax(logits, -1, out=scratch[: len(logits)])
-        top, choice = _top(logits)
+        top, choice = first_choice(logits)
         if problem.log_normalisers is None:
             return _Teacher(probabilities, torch.ones_like(top), choice)
-        mass = (_logsumexp(top, choice, probabilities) - problem.log_normalisers[part]).exp()
+        mass = (log_normaliser(top, choice, probabilities) - problem.log_normalisers[part]).exp()
         return _Teacher(probabilities.mul_(mass[:, None]), mass, choice)
 
     def picked(self, rows: slice | Tensor) -> "_Teacher":
@@ -231,9 +237,9 @@ def _sweep(
                 continue
             at = (k, part) if isinstance(picked, slice) else (k, picked + part.start)
             teacher = teacher_of_all.picked(picked)
-            weight = problem.weight if problem.weight.ndim == 2 else problem.weight[k]
+            own = () if problem.weight.ndim == 2 else (k,)
             student = problem.student[at]  # [n, H]
-            logits = times(student, weight).float()  # [n, D]
+            logits = times(student, problem.weight[own]).float()  # [n, D]
             q, spare = (table[: len(student)] for table in scratch[1:])
             torch.softmax(logits, -1, out=q)
             if known is None:
@@ -243,10 +249,11 @@ def _sweep(
                 share, residual = _residual(q, teacher, coefficients, statistics, at, spare)
                 residual = residual.to(problem.student.dtype)
                 if grads.student is not None:
-                    grads.student[at] = (times(residual, weight.T) * share[:, None]).to(grads.student.dtype)
+                    grads.student[at] = (times(residual, problem.transposed[own]) * share[:, None]).to(
+                        grads.student.dtype
+                    )
                 if grads.weight is not None:
-                    into = grads.weight if grads.weight.ndim == 2 else grads.weight[k]
-                    add_product(into, (student * share[:, None]).to(student.dtype).T, residual)
+                    add_product(grads.weight[own], (student * share[:, None]).to(student.dtype).T, residual)
     if known is None and problem.exists is not None:
         for table in (statistics.cross_entropy, statistics.acceptance, statistics.agrees):
             if table is not None:
@@ -257,9 +264,9 @@ def _sweep(
 def _measure(
     statistics: Statistics, at: tuple[int, Any], logits: Tensor, q: Tensor, teacher: _Teacher, spare: Tensor
 ) -> None:
-    top, choice = _top(logits)
+    top, choice = first_choice(logits)
     expected = torch.mul(teacher.probabilities, logits, out=spare).sum(-1) / teacher.mass  # [n] Σ_v P(v) logit(v)
-    statistics.cross_entropy[at] = _logsumexp(top, choice, q) - expected
+    statistics.cross_entropy[at] = log_normaliser(top, choice, q) - expected
     statistics.agrees[at] = choice == teacher.choice
     if statistics.acceptance is not None:
         statistics.acceptance[at] = torch.minimum(q, teacher.probabilities, out=spare).sum(-1).clamp_(max=1)
@@ -320,20 +327,3 @@ def _value(statistics: Statistics, coefficients: Coefficients) -> Tensor:
     if statistics.acceptance is not None and coefficients.log_acceptance is not None:
         loss = loss - (coefficients.log_acceptance * statistics.acceptance.clamp(min=LEAST_ACCEPTANCE).log()).sum()
     return loss
-
-
-def _top(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest entry and its index (the first of equals), ``[n]`` each."""
-    if logits.device.type != "cpu" or logits.shape[-1] % _BLOCK:
-        largest = logits.max(-1)
-        return largest.values, largest.indices
-    # Torch's CPU reductions are vectorised without an index only: first the block, then the place within it.
-    blocks = logits.unflatten(-1, (-1, _BLOCK))
-    top, block = blocks.amax(-1).max(-1)
-    within = blocks[torch.arange(len(logits)), block].argmax(-1)
-    return top, block * _BLOCK + within
-
-
-def _logsumexp(top: Tensor, choice: Tensor, softmax: Tensor) -> Tensor:
-    """``[n]`` from the largest logit: its probability is ``e^(top − logsumexp)``, and never 0."""
-    return top - softmax.gather(1, choice[:, None]).squeeze(1).log()

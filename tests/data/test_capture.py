@@ -16,6 +16,7 @@ from torch import Tensor
 from bitdraft.data import capture as capture_module
 from bitdraft.data.capture import DocumentStates, capture, capture_pack, length_groups, predicting_rows
 from bitdraft.data.chat import Example
+from bitdraft.quant.fp32_products import fast_fp32
 from bitdraft.quant.presets import load_recipe
 from bitdraft.quant.recipe import Recipe, Rule
 from bitdraft.quant.target import LowBitTarget, load_target
@@ -35,7 +36,8 @@ def made(lengths: list[tuple[int, int]], seed: int = 0) -> list[Example]:
 def alone(target: LowBitTarget, example: Example) -> DocumentStates:
     """The slow way: one document, all its logits at once, position by position."""
     tokens = [*example.prompt, *example.answer]
-    states = target.states(torch.tensor([tokens]), capture=LAYERS)
+    with fast_fp32(target.model):
+        states = target.states(torch.tensor([tokens]), capture=LAYERS)
     choices, normalisers = torch.zeros(len(tokens), dtype=torch.int64), torch.zeros(len(tokens))
     for j in range(len(tokens) - 1):
         if j + 1 >= len(example.prompt):
@@ -85,7 +87,8 @@ def test_a_scale_over_the_whole_pass_means_passes_of_one_document(tiny_folder: P
     target = load_target(str(tiny_folder), Recipe("t", (rule,)), dtype=torch.float32, compile_quantizer="off")
     found = dict(capture(target, EXAMPLES, LAYERS))
     for i, example in enumerate(EXAMPLES):
-        expected = target.states(torch.tensor([[*example.prompt, *example.answer]]), capture=LAYERS)
+        with fast_fp32(target.model):
+            expected = target.states(torch.tensor([[*example.prompt, *example.answer]]), capture=LAYERS)
         assert torch.equal(found[i].captured, expected.captured[0])
         assert torch.equal(found[i].last_hidden, expected.last_hidden[0])
 

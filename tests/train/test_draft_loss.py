@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bitdraft.speculators.products import add_product, times
+from bitdraft.quant.first_choice import first_choice
+from bitdraft.quant.fp32_products import times
+from bitdraft.speculators.products import add_product
 from bitdraft.train import draft_loss as module
 from bitdraft.train.draft_loss import Coefficients, DraftLoss, Statistics, draft_loss
 
@@ -127,8 +129,8 @@ def test_values_and_gradients_are_those_of_the_formula(kind: str, own: bool, row
 @pytest.mark.parametrize("own", [False, True])
 def test_both_matrix_libraries_give_the_same(library: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if library == "torch":
-        for name in ("bitdraft.speculators.products", "bitdraft.train.draft_loss"):
-            monkeypatch.setattr(f"{name}.prefers_onednn", lambda _: False)
+        for name in ("quant.fp32_products", "speculators.products", "train.draft_loss"):
+            monkeypatch.setattr(f"bitdraft.{name}.prefers_onednn", lambda _: False)
     x = inputs(own)
     for mine, its in zip(
         gradients(x.run(x.coefficients("all")).loss, x), gradients(dense(x, "all").loss, x), strict=True
@@ -163,7 +165,7 @@ def test_of_equal_logits_the_first_is_the_choice() -> None:
     logits = torch.zeros(3, 384)
     logits[0, [150, 151, 300]] = 1.0
     logits[1, [383]] = 1.0
-    assert module._top(logits)[1].tolist() == logits.argmax(-1).tolist() == [150, 383, 0]
+    assert first_choice(logits)[1].tolist() == logits.argmax(-1).tolist() == [150, 383, 0]
 
 
 def test_coefficients_may_depend_on_the_statistics() -> None:
