@@ -26,6 +26,8 @@ from bitdraft.quant.scale_rules import (
     e4m3_scale,
     e8m0_scale,
     fp32_scale,
+    integer_quotient,
+    kept,
     multiplier,
     nvfp4_codes,
     nvfp4_decode_scale,
@@ -35,6 +37,7 @@ from bitdraft.quant.scale_rules import (
     zero_point_scale,
 )
 from bitdraft.quant.schemes import Scheme
+from bitdraft.quant.smallint import SmallInt
 
 
 @dataclass(frozen=True)
@@ -103,10 +106,12 @@ def to_grid(x: Tensor, scheme: Scheme, global_scale: Tensor | None = None, large
     round_to_element = scheme.element.round
     if scheme.has_zero_point:
         lowest, highest = extreme(blocks, inner, "lowest"), extreme(blocks, inner, "highest")
-        scale, zero = zero_point_scale(lowest, highest, scheme, scale_dtype)
-        quotient = rounded_to(work / scale, code_dtype, bounded=True)
-        codes = round_to_element(rounded_to(quotient + zero, code_dtype, bounded=True))
-        return OnGrid(codes, scale, zero, None)
+        scale, zero = (kept(x, scheme) for x in zero_point_scale(lowest, highest, scheme, scale_dtype))
+        shifted = rounded_to(integer_quotient(work, scale, scheme, code_dtype) + zero, code_dtype, bounded=True)
+        assert isinstance(scheme.element, SmallInt)
+        # The zero point puts the lowest value at min - 0.5 or above, if rounded to a dtype that has this number.
+        capped = 2**scheme.element.bits * torch.finfo(code_dtype).eps <= 1
+        return OnGrid(scheme.element.round_capped(shifted) if capped else round_to_element(shifted), scale, zero, None)
 
     if largest is not None and scheme.rows is None:
         amax = largest.reshape((1,) * blocks.ndim)
@@ -132,10 +137,13 @@ def to_grid(x: Tensor, scheme: Scheme, global_scale: Tensor | None = None, large
         scale = global_scale.float().reshape((1,) * blocks.ndim)
     else:
         scale = fp32_scale(amax, scheme, scale_dtype)
+    if scheme.scale == "range":  # -7.5 rounds to -8, which is a code, and 7.5 to 8, which is none
+        assert isinstance(scheme.element, SmallInt)
+        scale = kept(scale, scheme)
+        codes = scheme.element.round_capped(integer_quotient(work, scale, scheme, code_dtype))
+        return OnGrid(codes, scale, None, None)
     factor = multiplier(amax, scale, scheme)
     quotient = rounded_to(work / scale if factor is None else work * factor, code_dtype, bounded=True)
-    if scheme.scale == "range":  # -7.5 rounds to -8, which is a code, and 7.5 to 8, which is none
-        return OnGrid(round_to_element(quotient.clamp(max=scheme.element.max), saturate=False), scale, None, None)
     # A scale from the maximum keeps |quotient| so near max that it rounds to max: no clamp is needed.
     saturate = scheme.scale == "static" or rounds_scales
     return OnGrid(round_to_element(quotient, saturate=saturate), scale, None, None)

@@ -33,8 +33,19 @@ class SmallInt:
         """
         if x.dtype != torch.float32 or ties != "even":
             raise ValueError(f"{self.name}.round works in fp32 with ties to even, got {x.dtype} and ties {ties!r}")
+        if saturate and torch.compiler.is_compiling():
+            # Inductor's relu is one instruction of a CPU, its clamp eight. Saturated last, where numbers are integers.
+            below_max = torch.relu((_MAGIC + self.max) - (x + _MAGIC))
+            return torch.relu((self.max - self.min) - below_max) + self.min
         y = x.clamp(self.min, self.max) if saturate else x
         return (y + _MAGIC) - _MAGIC
+
+    def round_capped(self, x: Tensor) -> Tensor:
+        """``round`` of what cannot round to less than ``min``: ``x`` (fp32, any shape) is at least ``min - 0.5``, where
+        the tie goes to ``min``, and is saturated at the other end only."""
+        if torch.compiler.is_compiling():
+            return self.max - torch.relu((_MAGIC + self.max) - (x + _MAGIC))
+        return self.round(x.clamp(max=self.max), saturate=False)
 
     def encode(self, values: Tensor) -> Tensor:
         """Codes (int8, same shape) of ``values`` that are integers in the range; NaN is code 0."""

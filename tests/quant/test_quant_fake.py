@@ -1,5 +1,6 @@
 """Eager fake-quantization works on strips of a tensor: the values of the whole, in little memory."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -103,15 +104,16 @@ def status(field):
     return int(line.split()[1]) * 1024
 
 torch.set_num_threads(1)
-mode, *names = sys.argv[1:]
+mode, dtypes, *names = sys.argv[1:]
 for name in names:
     scheme = scheme_named(name)
     scale = torch.tensor(0.5) if scheme.scale == "static" else None
-    function = lambda x: fake(x, scheme, global_scale=scale)
-    for dtype in (torch.float32, torch.bfloat16) if mode == "eager" else (torch.bfloat16,):
-        x = torch.randn(2048, 4096).to(dtype)
+    for dtype in dtypes.split(","):
+        x = torch.randn(2048, 4096).to(getattr(torch, dtype))
+        function = lambda x: fake(x, scheme, global_scale=scale)
         if mode == "compiled":
-            function = torch.compile(function)
+            torch._dynamo.reset()
+            function = torch.compile(function, dynamic=False)
             function(x)
         function(x[:2])
         peaks = []
@@ -125,11 +127,11 @@ for name in names:
 """
 
 
-def peaks(mode: str, *names: str) -> dict[str, float]:
+def peaks(mode: str, dtypes: str, *names: str) -> dict[str, float]:
     """Peak memory beyond the input, in sizes of the input, measured in a fresh process."""
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the peak of a process can only be reset on Linux")
-    run = [sys.executable, "-c", _PEAK, mode, *names]
+    run = [sys.executable, "-c", _PEAK, mode, dtypes, *names]
     output = subprocess.run(run, check=True, capture_output=True, text=True).stdout
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in output.splitlines()}
 
@@ -141,17 +143,30 @@ KINDS = [
 
 
 def test_peak_memory_is_at_most_twice_the_tensor() -> None:
-    measured = peaks("eager", *KINDS)
+    measured = peaks("eager", "float32,bfloat16", *KINDS)
     assert len(measured) == 2 * len(KINDS)
     assert min(measured.values()) >= 0.9, "the result itself must show"
     assert max(measured.values()) <= 2, measured
 
 
 def test_compiled_peak_memory_is_at_most_twice_the_tensor() -> None:
-    """The two that inductor once gave a whole tensor of fp32 in between."""
+    """The two that inductor once gave a whole tensor of fp32 in between, and groups of integers."""
+    assert_compiled_peaks("bfloat16", ["mxfp4-rceil", "nvfp4-kernel", "int4-g128-asym"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_peak_memory_of_every_measured_format_is_at_most_twice_the_tensor(dtype: str) -> None:
+    rows = json.loads((Path(__file__).parents[2] / "docs" / "results" / "fake_quant.json").read_text())["results"]
+    names = [row["format"] for row in rows if row["dtype"] == dtype]
+    assert len(names) >= 17
+    assert_compiled_peaks(dtype, names)
+
+
+def assert_compiled_peaks(dtype: str, names: list[str]) -> None:
     if not can_compile():
         pytest.skip("no C++ compiler on the PATH")
-    measured = peaks("compiled", "mxfp4-rceil", "nvfp4-kernel")
-    assert len(measured) == 2
+    measured = peaks("compiled", dtype, *names)
+    assert len(measured) == len(names)
     assert min(measured.values()) >= 0.9, "the result itself must show"
     assert max(measured.values()) <= 2, measured

@@ -73,6 +73,7 @@ def test_compiled_arithmetic_rounds_as_a_cast(bounded: bool, dtype: torch.dtype)
     edges = torch.tensor([0.0, 65503.0, 65519.99, 2.0**-14, 1.0 - 2.0**-12, 2.0 - 2.0**-9])
     if not bounded:
         edges = torch.cat([edges, torch.tensor([65520.0, 1e5, 3.3e38, 3.39e38, 3.4e38, torch.inf, torch.nan])])
+        edges = torch.cat([edges, torch.tensor([-1, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)])  # NaN
     middles = 1 + torch.arange(1, 2**12) * 2.0**-12
     x = torch.cat([x, edges, middles, 3 * middles])
     x = torch.cat([x, -x])
