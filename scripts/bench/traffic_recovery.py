@@ -34,7 +34,7 @@ MIX = {
     # file: percent of the pool, of the traffic
     "awesome_prompts": (6, 5),
     "glaive_toolcall": (3, 10),
-    "gpteacher_code": (18, 7),
+    "gpteacher_code": (17.5, 6.34),
     "gpteacher_roleplay": (8, 5),
     "gsm8k_train": (32, 8),
     "llamafactory_chat": (4.5, 8),
@@ -42,7 +42,7 @@ MIX = {
     "nq_open": (9, 5),
     "oasst_prompts": (4, 8),
     "oasst_zh": (3, 8),
-    "self_instruct_seeds": (1.5, 2),
+    "self_instruct_seeds": (2, 2.66),
     "sgd_dialogues": (3, 17),
     "t0_tasks": (6, 9),
 }
