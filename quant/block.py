@@ -15,6 +15,7 @@ span several rows, with G blocks along the last dimension.
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -138,9 +139,8 @@ def to_grid(x: Tensor, scheme: Scheme, global_scale: Tensor | None = None, large
     else:
         scale = fp32_scale(amax, scheme, scale_dtype)
     if scheme.scale == "range":  # -7.5 rounds to -8, which is a code, and 7.5 to 8, which is none
-        assert isinstance(scheme.element, SmallInt)
         scale = kept(scale, scheme)
-        codes = scheme.element.round_capped(integer_quotient(work, scale, scheme, code_dtype))
+        codes = cast(SmallInt, scheme.element).round_capped(integer_quotient(work, scale, scheme, code_dtype))
         return OnGrid(codes, scale, None, None)
     factor = multiplier(amax, scale, scheme)
     quotient = rounded_to(work / scale if factor is None else work * factor, code_dtype, bounded=True)

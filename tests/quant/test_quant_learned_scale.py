@@ -110,6 +110,9 @@ class Smooth:
     def round(self, z: Tensor, *, saturate: bool = True, ties: str = "even") -> Tensor:
         return z.clamp(self.min, self.max) + self.error
 
+    def round_capped(self, z: Tensor) -> Tensor:
+        return self.round(z)
+
 
 def jacobians_agree(function: Callable[..., Tensor], *inputs: Tensor) -> bool:
     """In fp32, with steps as wide as functions that are linear around their input allow."""
