@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bitdraft.quant.attention.kv_cache import SlotCache
+from bitdraft.quant.attention.packed import quick_attention
 from bitdraft.quant.packed_weights import packed_weights
 from bitdraft.quant.target import LowBitTarget
 
@@ -70,7 +71,7 @@ def decoded_answers(
     waiting = sorted(range(len(asked)), key=lambda i: (-len(asked[i]), -i))  # the shortest stands last
     ends = torch.tensor(sorted(end_ids), device=target.device)
     rows: _Rows | None = None
-    with packed_weights(target.model):
+    with packed_weights(target.model), quick_attention():
         while waiting or rows:
             if rows is None or (waiting and rows.count <= WORTH_FILLING * batch_size):
                 free = batch_size - (rows.count if rows else 0)

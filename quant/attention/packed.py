@@ -6,13 +6,15 @@ products and sums in less time.
 
 In bf16 on a CPU torch's fused attention takes longer for few query rows than two batched products do. Scores and their
 softmax are in fp32 here as there, and weights are rounded to bf16 before they meet the values: here behind their
-division by the sum, which makes the mean error up to a quarter larger.
+division by the sum, which makes the mean error up to a quarter larger. So products are taken within ``quick_attention``
+alone, where answers are written; where decodings are compared with each other, all attention is torch's.
 
 A recipe's low-bit attention has its place here too: a module's ``LowBitAttention`` computes in its stead.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeGuard
 
 import torch
@@ -31,6 +33,7 @@ _PLACE = "low_bit_attention"
 _NOT_COMPUTED = ("softcap", "position_bias", "s_aux")  # options that add to scores what is not computed here
 _FEW = 16  # query rows up to which the cache, not the product, is the cost
 _MANY_KEYS = 2**17  # elements from which two products take less time than torch's fused attention in bf16
+_QUICK = ContextVar("quick attention", default=False)
 _NEAR_BYTES = 2**21  # of keys in fp32 at a time: what two cores' own caches hold, so that the copy stays there
 
 
@@ -55,7 +58,19 @@ def by_products(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, sc
     return torch.matmul(weights.to(value.dtype), value)
 
 
+@contextmanager
+def quick_attention() -> Iterator[None]:
+    """Within the block attention of few rows in bf16 goes by two products where that takes less time."""
+    before = _QUICK.set(True)
+    try:
+        yield
+    finally:
+        _QUICK.reset(before)
+
+
 def _products_gain(query: Tensor, key: Tensor) -> bool:
+    if not _QUICK.get():
+        return False
     return query.device.type == "cpu" and query.dtype == torch.bfloat16 and key.numel() >= _MANY_KEYS
 
 

@@ -60,15 +60,19 @@ def test_products_are_taken_where_they_gain(
     query, key, value = (torch.randn(2, 2 * n, t, 8, dtype=dtype) for n, t in ((groups, rows), (1, 9), (1, 9)))
     mask, module = torch.ones(2, 1, rows, 9, dtype=torch.bool), nn.Module()
     module.num_key_value_groups = groups  # type: ignore[assignment]
-    out, _ = packed._packed_sdpa(module, query, key, value, mask)
-    expected = scaled_dot_product_attention(query, key, value, enable_gqa=True).transpose(1, 2)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-2 if dtype == torch.bfloat16 else 1e-6)
-    assert calls == ([(2, 2, groups * rows, 8)] if dtype == torch.bfloat16 else [])
-    calls.clear()
-    packed._packed_sdpa(module, query, key[:, :, :8], value[:, :, :8], mask[..., :8])
-    assert calls == [], "few keys are faster fused"
-    packed._packed_sdpa(module, query, key, value, mask, position_bias=torch.zeros(1, 2 * groups, rows, 9, dtype=dtype))
-    assert calls == [], "nothing is left out of the scores"
+    with packed.quick_attention():
+        out, _ = packed._packed_sdpa(module, query, key, value, mask)
+        expected = scaled_dot_product_attention(query, key, value, enable_gqa=True).transpose(1, 2)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-2 if dtype == torch.bfloat16 else 1e-6)
+        assert calls == ([(2, 2, groups * rows, 8)] if dtype == torch.bfloat16 else [])
+        calls.clear()
+        packed._packed_sdpa(module, query, key[:, :, :8], value[:, :, :8], mask[..., :8])
+        assert calls == [], "few keys are faster fused"
+        bias = torch.zeros(1, 2 * groups, rows, 9, dtype=dtype)
+        packed._packed_sdpa(module, query, key, value, mask, position_bias=bias)
+        assert calls == [], "nothing is left out of the scores"
+    packed._packed_sdpa(module, query, key, value, mask)
+    assert calls == [], "where decodings are compared, attention is torch's"
 
 
 def test_verification_rows_equal_no_cache_at_all(tiny_target: Callable[[str], LowBitTarget]) -> None:
