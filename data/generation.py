@@ -109,7 +109,7 @@ def _alike(chosen: list[int], lengths: list[int]) -> list[list[int]]:
     """
     groups: list[list[int]] = []
     padding = 0
-    for number, length, before in zip(chosen, lengths, [0, *lengths], strict=False):
+    for number, length, before in zip(chosen, lengths, [0, *lengths[:-1]], strict=True):
         padding += len(groups[-1]) * (length - before) if groups else 0
         if not groups or padding > WORTH_A_PASS or (len(groups[-1]) + 1) * length > PREFILL_TOKENS:
             groups.append([])

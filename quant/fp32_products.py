@@ -1,18 +1,18 @@
 """Matrix products in fp32 on CPUs.
 
 torch multiplies fp32 with MKL, which uses AVX-512 on one maker's processors only; oneDNN, which torch carries too, uses
-it on all, in the same fp32 and up to twice as fast. In every other dtype and place torch's own choice is the fast one.
+it on all, in the same fp32. In every other dtype and place torch's own choice is the fast one.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from bitdraft.quant.linear import LowBitLinear
+from bitdraft.quant.linear import LowBitLinear, multiplied_by
 
 # N row, M output channel, K input channel.
 
@@ -39,7 +39,7 @@ def times(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """A whole matrix, or the transpose of one. On some columns of another one oneDNN takes a thousand times as long."""
+    """A whole matrix, or the transpose of one. On some columns of another one oneDNN is very slow."""
     return x if x.is_contiguous() or x.mT.is_contiguous() else x.contiguous()
 
 
@@ -56,14 +56,7 @@ def fast_fp32(model: nn.Module) -> Iterator[int]:
     """Within the block the frozen linear layers of ``model`` in fp32 multiply where it is fast; yields how many those
     are."""
     layers = [m for m in model.modules() if isinstance(m, nn.Linear | LowBitLinear) and _gains(m)]
-    with ExitStack() as undo:
-        for layer in layers:
-            if isinstance(layer, LowBitLinear):  # which adds its bias behind the scales
-                layer.packed = partial(frozen_product, weight=layer.weight)
-                undo.callback(setattr, layer, "packed", None)
-            else:
-                layer.forward = partial(frozen_product, weight=layer.weight, bias=layer.bias)  # type: ignore[method-assign]
-                undo.callback(delattr, layer, "forward")
+    with multiplied_by(layers, lambda weight, bias: partial(frozen_product, weight=weight, bias=bias)):
         yield len(layers)
 
 

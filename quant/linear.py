@@ -12,7 +12,8 @@ rounding of at most 2^-8 than the engine's for formats that have an outer scale 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -295,3 +296,20 @@ class LowBitLinear(nn.Module):
     def extra_repr(self) -> str:
         activations = self.activations.name if self.activations else "as they come"
         return f"{self.in_features}, {self.out_features}, weights={self.weights.name}, activations={activations}"
+
+
+@contextmanager
+def multiplied_by(
+    layers: Iterable[nn.Linear | LowBitLinear],
+    product_of: Callable[[Tensor, Tensor | None], Callable[..., Tensor]],
+) -> Iterator[None]:
+    """Within the block each of ``layers`` multiplies by ``product_of(weight, bias)``: ``[..., K]`` → ``[..., M]``."""
+    with ExitStack() as undo:
+        for layer in layers:
+            if isinstance(layer, LowBitLinear):  # which adds its bias behind the scales
+                layer.packed = product_of(layer.weight, None)
+                undo.callback(setattr, layer, "packed", None)
+            else:
+                layer.forward = product_of(layer.weight, layer.bias)  # type: ignore[method-assign]
+                undo.callback(delattr, layer, "forward")
+        yield

@@ -5,15 +5,15 @@ few rows of a decoding step the copy is a good part of the product, for those of
 the product has the same bits.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from bitdraft.quant.linear import LowBitLinear
+from bitdraft.quant.linear import LowBitLinear, multiplied_by
 
 # N row, M output channel, K input channel.
 
@@ -30,16 +30,13 @@ def packed_weights(model: nn.Module) -> Iterator[int]:
     layers = [m for m in model.modules() if isinstance(m, nn.Linear | LowBitLinear) and _gains(m)]
     if not _can_pack() or sum(m.weight.nbytes for m in layers) > _MOST_BYTES:
         layers = []
-    with ExitStack() as undo:
-        for layer in layers:
-            packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _USUAL_ROWS)
-            if isinstance(layer, LowBitLinear):  # which adds its bias behind the scales
-                layer.packed = partial(_product, packed, layer.weight, None)
-                undo.callback(setattr, layer, "packed", None)
-            else:
-                layer.forward = partial(_product, packed, layer.weight, layer.bias)  # type: ignore[method-assign]
-                undo.callback(delattr, layer, "forward")
+    with multiplied_by(layers, _packed_product):
         yield len(layers)
+
+
+def _packed_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _USUAL_ROWS)
+    return partial(_product, packed, weight, bias)
 
 
 def _can_pack() -> bool:

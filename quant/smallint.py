@@ -34,7 +34,7 @@ class SmallInt:
         if x.dtype != torch.float32 or ties != "even":
             raise ValueError(f"{self.name}.round works in fp32 with ties to even, got {x.dtype} and ties {ties!r}")
         if saturate and torch.compiler.is_compiling():
-            # Inductor's relu is one instruction of a CPU, its clamp eight. Saturated last, where numbers are integers.
+            # Inductor's relu is one instruction of a CPU, its clamp several. Saturated last, on integers.
             below_max = torch.relu((_MAGIC + self.max) - (x + _MAGIC))
             return torch.relu((self.max - self.min) - below_max) + self.min
         y = x.clamp(self.min, self.max) if saturate else x

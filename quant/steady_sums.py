@@ -7,7 +7,7 @@ follow differ, so that decoding with drafts cannot be compared with decoding wit
 
 Within ``steady_sums`` products, attention and whatever else adds up or approximates (means, softmax, ``exp``) is
 computed in fp64 and rounded once to fp32. Products of low-bit values are exact in fp64, in any order; elsewhere two
-orders differ by 1e-16 of the terms, which the rounding to fp32 hides but for a case in millions.
+orders differ by 1e-16 of the terms, which the rounding to fp32 nearly always hides.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,7 @@
 """What the pool says its records are: weights of its categories, corrected for what the estimate cannot tell apart.
 
 A classifier's odds are drawn towards 1 wherever it is not sure, so that a category that the traffic holds twice as
-often as the pool is raised to 1.6 instead of 2, and what resembles it is raised with it. Sets often name a category for
+often as the pool is raised to less than 2, and what resembles it is raised with it. Sets often name a category for
 each record, though traffic names none. A second classifier, of the pool's categories, says of every record how likely
 it is of each; how often it is wrong is known on the pool. So each category gets the factor with which the weighted
 pool, read by this classifier, looks as the traffic does, read by the same (the method of moments for label shift,

@@ -6,7 +6,7 @@ products and sums in less time.
 
 In bf16 on a CPU torch's fused attention takes longer for few query rows than two batched products do. Scores and their
 softmax are in fp32 here as there, and weights are rounded to bf16 before they meet the values: here behind their
-division by the sum, which makes the mean error up to a quarter larger. So products are taken within ``quick_attention``
+division by the sum, which makes the mean error somewhat larger. So products are taken within ``quick_attention``
 alone, where answers are written; where decodings are compared with each other, all attention is torch's.
 
 A recipe's low-bit attention has its place here too: a module's ``LowBitAttention`` computes in its stead.

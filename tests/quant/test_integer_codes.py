@@ -1,10 +1,10 @@
 """Integer codes: what is computed more cheaply than it is written down gives the same codes, compiled and not."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
+from bits import bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -13,18 +13,8 @@ from bitdraft.quant.fake import fake
 from bitdraft.quant.scale_rules import integer_quotient
 from bitdraft.quant.schemes import INT4_GROUP, INT4_GROUP_ASYM, scheme_named
 from bitdraft.quant.smallint import INT4, INT8, SmallInt
-from bitdraft.quant.target import can_compile
 
 ELEMENTS = [pytest.param(e, id=e.name) for e in (INT4, INT8)]
-
-
-@pytest.fixture
-def _compiler() -> Iterator[None]:
-    if not can_compile():
-        pytest.skip("no C++ compiler on the PATH")
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def every_bf16() -> Tensor:
@@ -37,11 +27,6 @@ def weights_like() -> Tensor:
     """``[512, 128]`` bf16: rows whose every quotient matters, at many scales."""
     x = torch.randn(512, 128, generator=torch.Generator().manual_seed(1))
     return (x * torch.rand(512, 1, generator=torch.Generator().manual_seed(2)).mul(20).sub(10).exp2()).bfloat16()
-
-
-def bits(x: Tensor) -> Tensor:
-    words = x.view(torch.int32 if x.dtype == torch.float32 else torch.int16).long()
-    return torch.where(x.isnan(), -1, words)
 
 
 def test_the_product_with_the_inverse_is_the_rounded_quotient_for_every_pair_of_bf16_mantissas() -> None:
@@ -82,7 +67,7 @@ def test_capped_rounding_is_rounding_from_the_tie_under_the_range_upwards(elemen
     assert torch.equal(bits(element.round_capped(x)), bits(element.round(x)))
 
 
-@pytest.mark.usefixtures("_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_rounding_is_the_eager_one_for_whatever_number() -> None:
     """Ties and their neighbours, zeros, what the sum with the constant swallows, infinities and NaN, in odd lengths."""
     ties = torch.arange(-600, 600) / 2
@@ -159,7 +144,7 @@ def test_bf16_weights_get_the_values_of_bf16_arithmetic(name: str) -> None:
     assert torch.equal(fake(groups, scheme_named(name)), native_bf16(groups, name))
 
 
-@pytest.mark.usefixtures("_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("name", ["int4-g128", "int8-channel", "int8-g128-asym"])
 def test_compiled_values_of_every_bf16_number_are_the_eager_ones(name: str) -> None:
     x = every_bf16()
@@ -168,7 +153,7 @@ def test_compiled_values_of_every_bf16_number_are_the_eager_ones(name: str) -> N
     assert torch.equal(bits(compiled(x)), bits(fake(x, scheme_named(name))))
 
 
-@pytest.mark.usefixtures("_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_values_of_fp32_numbers_are_the_eager_ones() -> None:
     shape = (16, 128)
     compiled = torch.compile(partial(fake, scheme=INT4_GROUP_ASYM), fullgraph=True, dynamic=False)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from bits import bits
 from torch import Tensor, nn
 from torch._dynamo import config, reset
 from torch._dynamo.utils import counters
@@ -52,12 +53,6 @@ def hard_rows(dtype: torch.dtype) -> Tensor:
     x[13] = 6.0
     x[14] = 7.0
     return x.to(dtype)
-
-
-def bits(x: Tensor) -> Tensor:
-    """The words of ``x``, with one word for every NaN."""
-    words = x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32).long()
-    return torch.where(x.isnan(), -1, words)
 
 
 def assert_quantizers_agree(scheme: Scheme, x: Tensor, compiled: ActivationQuantizer) -> None:

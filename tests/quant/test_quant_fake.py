@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bits import bits
 from torch import Tensor
 
 from bitdraft.quant import fake as module
@@ -33,11 +34,6 @@ def hard(*shape: int, dtype: torch.dtype, bad: bool) -> Tensor:
     if bad:
         x[..., 10, 3], x[..., 11, 40] = torch.nan, torch.inf
     return x.to(dtype)
-
-
-def bits(x: Tensor) -> Tensor:
-    words = x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
-    return torch.where(x.isnan(), -1, words)
 
 
 @pytest.mark.usefixtures("_small_strips")

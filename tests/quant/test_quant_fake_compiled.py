@@ -3,31 +3,21 @@
 A compilation takes seconds, so everything that could go differently stands in one input.
 """
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
+from bits import bits
 from torch import Tensor
 
 from bitdraft.quant.fake import fake
 from bitdraft.quant.scale_rules import rounded_to
 from bitdraft.quant.schemes import NVFP4_CT, scheme_named
-from bitdraft.quant.target import can_compile
 
 KINDS = [
     "fp8-group128-sglang", "fp8-block128", "mxfp6-e2m3-floor", "mxfp4-rceil-away", "nvfp4", "nvfp4-modelopt",
     "int8-token", "int4-g128-asym", "fp8-channel-ct",
 ]  # fmt: skip
-
-
-@pytest.fixture
-def _compiler() -> Iterator[None]:
-    if not can_compile():
-        pytest.skip("no C++ compiler on the PATH")
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def hard_rows() -> Tensor:
@@ -40,12 +30,7 @@ def hard_rows() -> Tensor:
     return x
 
 
-def bits(x: Tensor) -> Tensor:
-    words = x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32).long()
-    return torch.where(x.isnan(), -1, words)
-
-
-@pytest.mark.usefixtures("_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", KINDS)
 def test_the_compiled_result_has_the_same_bits(name: str, dtype: torch.dtype) -> None:
@@ -55,7 +40,7 @@ def test_the_compiled_result_has_the_same_bits(name: str, dtype: torch.dtype) ->
     assert torch.equal(bits(compiled(x)), bits(fake(x, scheme)))
 
 
-@pytest.mark.usefixtures("_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_blocks_of_sixteen_that_make_no_pairs_have_the_same_bits_too() -> None:
     x = hard_rows()[:10, :240].bfloat16()
     scheme = scheme_named("nvfp4-kernel")
@@ -63,7 +48,7 @@ def test_blocks_of_sixteen_that_make_no_pairs_have_the_same_bits_too() -> None:
     assert torch.equal(bits(compiled(x)), bits(fake(x, scheme)))
 
 
-@pytest.mark.usefixtures("_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bounded", [False, True], ids=["scale", "quotient"])
 def test_compiled_arithmetic_rounds_as_a_cast(bounded: bool, dtype: torch.dtype) -> None:
@@ -81,7 +66,7 @@ def test_compiled_arithmetic_rounds_as_a_cast(bounded: bool, dtype: torch.dtype)
     assert torch.equal(bits(compiled(x)), bits(x.to(dtype).float()))
 
 
-@pytest.mark.usefixtures("_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_two_levels_in_bf16_arithmetic_are_not_compiled_because_they_would_not_be_in_bf16() -> None:
     x = hard_rows()[:10]
     compiled = torch.compile(partial(fake, scheme=NVFP4_CT), fullgraph=True)
